@@ -101,6 +101,8 @@ _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "eng
 _PRECISION = ("dtype", "quantization")
 _TOKENS = "generated ids"
 """Whether they were chosen or forced does not let the numbers differ."""
+_AS_STORED = ("preflight.derived_dtypes", "preflight.strides")
+"""How equal values may be stored otherwise."""
 _EXPERIMENT = ("weights", "prompt ids", "media inputs")
 """Checks whose difference would make the two runs different experiments."""
 
@@ -412,8 +414,12 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         item
         for line in preflight
         for detail in line.details
-        for item in detail["differences"] or ()
-        if isinstance(item, Fact) and item.code == "preflight.attribute"
+        for item in (*(detail["differences"] or ()), detail)
+        if isinstance(item, Fact)
+        and (
+            item.code == "preflight.attribute"
+            or (item.code == "preflight.derived" and item["how"].code not in _AS_STORED)
+        )
     ]
     if numbers:
         verdict = replace(

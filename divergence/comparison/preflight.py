@@ -72,6 +72,7 @@ def preflight(
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
         *derived_lines(a, b),
+        *layout_lines(a, b),
         quantization_line(a, b),
         _prompt_ids(a, b),
         *label_lines(a, b),
@@ -929,12 +930,16 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
     for name, other in pairs.items():
         if a.digests[name] == b.digests[other]:
             continue
-        how, same, near = _model_fact(name, other, a, b), False, None
+        how, same, near = _initialised(name, other, a, b), False, None
         if how is None:
             notes = a.parameters.get(name), b.parameters.get(other)
-            if notes[0] is None or notes[1] is None:
+            if notes[0] is not None and notes[1] is not None:
+                how, same, near = _relation(*notes, has_codes=a.quantization is not None)
+            if how is None or near is not None:  # no relation that is exact
+                tied = _tied_alone(name, other, a, b)
+                how, near = (how, near) if tied is None else (tied, None)
+            if how is None and near is None and None in notes:
                 return None
-            how, same, near = _relation(notes[0], notes[1], has_codes=a.quantization is not None)
         only_dtypes = only_dtypes and same
         names, apart = kinds.setdefault(how, ([], []))
         names.append(name)
@@ -948,16 +953,16 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
     return Relations(only_dtypes, relations)
 
 
-def _model_fact(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
-    """Say what the model says of a parameter: its checkpoint lacks it, or it is another's too."""
-    sides: Sequence[tuple[str, ModelIdentity, str, ModelIdentity]] = (
-        ("reference", a, name, b),
-        ("candidate", b, other, a),
-    )
-    for side, model, path, _ in sides:
+def _initialised(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    for side, model, path in (("reference", a, name), ("candidate", b, other)):
         if path in model.missing:
             return fact("preflight.initialised", side=side)
-    for side, model, path, opposite in sides:
+    return None
+
+
+def _tied_alone(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+    """Say which other parameter it is as well, on one side alone."""
+    for side, model, path, opposite in (("reference", a, name, b), ("candidate", b, other, a)):
         digest = model.digests[path]
         note = model.parameters.get(path)
         if note is None or len(note.shape) < 2 or note.norm == 0:
@@ -978,7 +983,7 @@ def _relation(
     if a.shape != b.shape:
         return fact("preflight.shapes", reference=a.shape, candidate=b.shape), False, None
     dtypes = {"reference": a.dtype, "candidate": b.dtype}
-    if a.values == b.values:
+    if a.values == b.values and a.dtype != b.dtype:
         return fact("preflight.values_in_dtypes", **dtypes), True, None
     for side, other, manifest, other_manifest in (
         ("candidate", "reference", b, a),
@@ -1310,6 +1315,32 @@ def derived_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     ]
     status: PreflightStatus = "differs" if details else "same"
     return [_same("derived tensors", shown[0], shown[1], *details, status=status)]
+
+
+def layout_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Equal parameters that lie otherwise in memory, by which kernels are chosen, or that are one
+    with another on one side alone; nothing where there are none, or a run is too old to tell."""
+    if min(a.schema_version, b.schema_version) < _TELLS_LAYOUT:
+        return []
+    by_strides: dict[Fact, list[str]] = {}
+    for name, own in a.model.parameters.items():
+        there = b.model.parameters.get(name)
+        if there is not None and own.shape == there.shape and own.strides != there.strides:
+            how = fact("preflight.strides", reference=own.strides, candidate=there.strides)
+            by_strides.setdefault(how, []).append(starred(name))
+    details = [
+        fact("preflight.derived", names=list(dict.fromkeys(names)), how=how)
+        for how, names in by_strides.items()
+    ]
+    for side, model, other in ((SIDES[0], a.model, b.model), (SIDES[1], b.model, a.model)):
+        for names in model.tied:
+            digests = {other.digests.get(name) for name in names}
+            if names not in other.tied and len(digests) == 1 and None not in digests:
+                details.append(fact("preflight.tied_equal", names=names, side=side))
+    return [_same("memory layout", "-", "-", *details, status="differs")] if details else []
+
+
+_TELLS_LAYOUT = 8
 
 
 def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:

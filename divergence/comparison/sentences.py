@@ -98,6 +98,11 @@ SENTENCES: Mapping[str, str] = {
     "preflight.derived_behind": "other values behind the first {num}",
     "preflight.derived_constant": "{side:letter}'s is {value:g} from index {first} on",
     "preflight.derived_values": "from index {first} on {reference:.6g} / {candidate:.6g}",
+    "preflight.strides": (
+        "{reference:none=contiguous|*=strides {reference:list}} / "
+        "{candidate:none=contiguous|*=strides {candidate:list}}"
+    ),
+    "preflight.tied_equal": "{names:list  and } are one tensor on {side:letter} alone",
     # parameters by name
     "preflight.prefix_read": (
         "{reference:none=(nothing)|*={reference}} read as {candidate:none=(nothing)|*={candidate}}"

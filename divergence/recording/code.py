@@ -512,7 +512,8 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str | ModuleNumbers]:
         name
         for module in modules.values()
         for name, value in module.__dict__.items()
-        if type(value) in _kinds(module) and not name.startswith("_") and name != "training"
+        if (_drops(module) if name == "training" else type(value) in _kinds(module))
+        and not name.startswith("_")
     )
     for name in names:
         places: dict[str, list[str]] = {}
@@ -526,6 +527,12 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str | ModuleNumbers]:
         if others:
             attributes[name] = ModuleNumbers(value=usual, num_modules=len(modules), others=others)
     return attributes
+
+
+def _drops(module: Any) -> bool:
+    """Does it compute otherwise while it is trained: by dropout, or by statistics of a batch?"""
+    rates = (v for k, v in vars(module).items() if k == "p" or "drop" in k)
+    return "running_mean" in module._buffers or any(type(v) is float and v > 0 for v in rates)
 
 
 def _kinds(module: Any) -> tuple[type, ...]:

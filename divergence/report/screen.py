@@ -189,7 +189,7 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
         return []
     same = len(shown) == len(unlike) < len(every)
     if len(shown) > 1:
-        sides = max(len(row.errors) for row, _ in shown)
+        sides = max(1, *(len(row.errors) for row, _ in shown))
         titles = ("A's error", "B's error") if sides == 2 else ("error",)
         rows = [
             (

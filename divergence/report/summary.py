@@ -301,6 +301,7 @@ _DIGESTED = (
     "code",
     "config",
     "derived tensors",
+    "memory layout",
     "tokenizer",
     "chat template",
 )

@@ -82,7 +82,7 @@ def made_at(
         before = first.first.block if made_before(measured, first) else None
         headline = [
             fact("made_at", seems=seems, site=first.first.site, before=before, by=by),
-            *([] if everywhere else _scope(first, structures, named=by is not None)),
+            *([] if everywhere else _scope(first, flagged, structures, named=by is not None)),
             *([] if table is not None else _elsewhere(flagged, first, units)),
         ]
         evidence += _others(flagged, first)
@@ -209,7 +209,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         made = fact("made_at", seems=False, site=first.first.site, before=None, by=by)
         headline = [
             made,
-            *_scope(first, named=by is not None),
+            *_scope(first, flagged, named=by is not None),
             *_elsewhere(flagged, first, escalation.units),
         ]
         headline.append(fact("below_floor"))
@@ -256,9 +256,14 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
     return None
 
 
-def _scope(unit: Unit, structures: Sequence[Fact] = (), *, named: bool) -> list[Fact]:
-    """Tells where alone the unit is off. ``named``: behind the side that is to blame."""
-    scope, tokens = only_in(unit), _tokens_of(structures, [unit])
+def _scope(
+    unit: Unit, flagged: Sequence[Unit], structures: Sequence[Fact] = (), *, named: bool
+) -> list[Fact]:
+    """Tells where alone the unit's module is off, by all of its tensors that are. ``named``: behind
+    the side that is to blame."""
+    own = module_of(unit.site), unit.pass_, unit.phase, unit.side
+    units = [u for u in flagged if (module_of(u.site), u.pass_, u.phase, u.side) == own]
+    scope, tokens = only_in(unit, *units), _tokens_of(structures, [unit])
     if scope is None:
         return [_SCOPE.with_values(**tokens)] if tokens else []
     return [scope.with_values(comma=named or not scope["alone"], **tokens)]

@@ -36,6 +36,8 @@ class Dumped:
     """``crc32:`` or another name, and hexadecimal digits."""
     off: float = 0.0
     """What the digits of the summary leave open, relative."""
+    texts: tuple[tuple[str, float], ...] = ()
+    """Its numbers, where they are written as text; each with what makes it one element's size."""
     positions: tuple[int, ...] | None = None
     """Of the tokens that it holds, where it does not hold all."""
     apart: Apart | None = None

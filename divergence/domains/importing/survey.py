@@ -30,8 +30,9 @@ from divergence.run.site import (
 # Tokens are those that the dump shows: integers at the input of the model or of its embedding. A
 # forward of more than one token begins a prompt, one of a single token is its next step. Where a
 # run is named (``like``), a prompt of the dump is the prompt of that run which has its ids; others
-# (a server's warm-up) are left out. Without ids the forwards are the steps of one prompt, whose
-# tokens are unknown; they are never copied from the run, since that would say what nobody saw.
+# (a server's warm-up) are left out. Where statistics tell how many ids there were, that tells
+# prompts; without it the forwards are the steps of one prompt. Unknown tokens are never copied from
+# the run, since that would say what nobody saw.
 
 _IDS = re.compile(
     r"(?:(?:.+\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)|model|transformer|\.)"
@@ -78,6 +79,8 @@ class _Prompt:
     rows: list[list[int]] | None
     fed: list[list[int]]
     sample: int | None = None
+    num_tokens: int | None = None
+    """Of statistics, which show no ids: the tokens of its first forward."""
 
 
 def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) -> Survey:
@@ -103,6 +106,8 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         if num_ids > _MAX_IDS:
             raise DumpError(f"the dump holds more than {_MAX_IDS:,} token ids", where=forward.where)
         _place(prompts, by_sample, index, forward, rows)
+        if rows is None and index == prompts[-1].forwards[0]:
+            prompts[-1].num_tokens = _num_tokens(forward)
     if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
     if like is not None:
@@ -139,6 +144,16 @@ def _reading_ids(forward: DumpedForward) -> list[list[int]] | None:
     return [list(map(int, row)) for row in rows.tolist()]
 
 
+def _num_tokens(forward: DumpedForward) -> int | None:
+    """How many tokens the forward was fed, where their shape alone is known."""
+    sizes = (
+        dumped.tensor.shape
+        for dumped in forward.tensors
+        if _IDS.fullmatch(dumped.site) and dumped.tensor.dtype in (torch.int64, torch.int32)
+    )
+    return next((size[-1] for size in sizes if 1 <= len(size) <= 2), None)
+
+
 def _place(
     prompts: list[_Prompt],
     by_sample: dict[int, _Prompt],
@@ -150,7 +165,7 @@ def _place(
     prompt = prompts[-1] if prompts else None
     if forward.sample is not None:  # the map says it
         prompt = by_sample.get(forward.sample)
-    elif rows is not None and len(rows[0]) > 1:
+    elif (_num_tokens(forward) or 0) > 1:
         prompt = None
     wanted = index if forward.sample is None else 0 if prompt is None else len(prompt.forwards)
     if forward.number != wanted:
@@ -223,8 +238,8 @@ def _as_in(
     ]
     num_left_out = 0
     for number, prompt in enumerate(prompts):
-        if prompt.sample is None and not taken and number == 0:
-            prompt.sample = 0
+        if prompt.sample is None and not taken:
+            prompt.sample = _unseen(prompts[:number], prompt, tokens)
         if prompt.sample is None or not tokens.group_of(prompt.sample):
             num_left_out += len(prompt.forwards)
             continue
@@ -239,6 +254,16 @@ def _as_in(
         plural = "s" if num_left_out > 1 else ""
         notes.say(f"{num_left_out} forward{plural} of other prompts than RUN's left out")
     surveyed.tokens = Tokens(samples=samples, groups=tokens.groups)
+
+
+def _unseen(before: list[_Prompt], prompt: _Prompt, tokens: Tokens) -> int | None:
+    """The run's next prompt of as many tokens, where the dump shows no ids."""
+    used = {earlier.sample for earlier in before}
+    rest = [group[0] for group in tokens.groups if group and group[0] not in used]
+    num = prompt.num_tokens
+    if num is None:
+        return None if before else 0
+    return next((n for n in rest if tokens.samples[n].num_padded == num), None)
 
 
 def _is_group(prompt: _Prompt, group: list[int], tokens: Tokens) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import tarfile
 import zlib
 from pathlib import Path
@@ -93,6 +94,40 @@ def test_nan_check_names_the_first_module(captured, tmp_path):
     runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
     verdict = compare(*runs).verdict
     assert (verdict.kind, verdict.onset.site) == ("nonfinite", f"{FAULT}:out")
+
+
+def test_operators_of_level_l1_are_places_by_their_calls(captured, tmp_path, invoke):
+    """``nan_check`` writes that level alone: what no module names is named by its operator."""
+    for name in "ab":
+        write_operators(captured, tmp_path / name, nan=3 if name == "b" else None)
+        import_dump(tmp_path / name, out=tmp_path / f"run-{name}")
+    code, out, _ = invoke("compare", tmp_path / "run-a", tmp_path / "run-b")
+    assert code == 0
+    assert out.startswith("NAN OR INF"), out
+    assert "Functional.linear#4:out" in out
+
+
+def test_prompts_of_statistics_are_those_of_tensors(captured, tmp_path):
+    """A forward of more than one token begins a prompt, whether or not its ids are there."""
+    write_msprobe(captured, tmp_path / "dump")
+    shutil.copytree(tmp_path / "dump" / "step0", tmp_path / "dump" / "step99")
+    last = max(int(p.name[4:]) for p in (tmp_path / "dump").iterdir() if p.name != "step99")
+    (tmp_path / "dump" / "step99").rename(tmp_path / "dump" / f"step{last + 1}")
+    tokens = import_dump(tmp_path / "dump", out=tmp_path / "run").manifest.tokens
+    assert len(tokens.samples) == 2
+
+
+def test_numbers_of_few_digits_do_not_hide_a_fault(captured, faulty, tmp_path):
+    """Ids and masks are printed short; one program's numbers have as many digits all the same."""
+    ids = "Module.model.embed_tokens.Class.forward.0.input.0"
+    row = [ids, ids, "torch.int64", "torch.int64", *["[1, 9]"] * 2, *["7", "0", "3", "9"] * 2]
+    write_msprobe_csv(captured, faulty, tmp_path / "a", more=[*row, "0.0", "pass", ""])
+    runs = [
+        import_dump(tmp_path / "a", out=tmp_path / layout, layout=layout)
+        for layout in ("compared-a", "compared-b")
+    ]
+    assert all(run.manifest.plan.statistics_off < 1e-4 for run in runs)
+    assert compare(*runs).verdict.kind == "drift"
 
 
 def test_captured_graphs_lie_under_their_process(captured, tmp_path):
@@ -234,6 +269,23 @@ def write_msprobe(run, folder, *, change=lambda site, x: x, checksums=False, nan
         (place / "dump.json").write_text(json.dumps({"task": task, "level": "L0", "data": data}))
 
 
+def write_operators(run, folder, *, nan):
+    """After msprobe's data_processor: level L1, operators by the number of their call."""
+    leaf = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [1, 4]}
+    data = {
+        f"Functional.linear.{number}.forward": {
+            "input_args": [leaf],
+            "input_kwargs": {},
+            "output": [leaf],
+            "is_nan": int(nan is not None and number >= nan),
+        }
+        for number in range(6)
+    }
+    place = folder / "step0" / "proc7"
+    place.mkdir(parents=True)
+    (place / "dump.json").write_text(json.dumps({"task": "nan_check", "level": "L1", "data": data}))
+
+
 def write_graph(run, folder):
     for step, path, ports in modules_of(run):
         place = folder / f"step{step}" / "pid9527" / "dump_tensor_data"
@@ -373,7 +425,7 @@ def write_sglang(run, other, folder, change=lambda path, y: y):
 
 
 @form
-def write_msprobe_csv(run, other, folder, change=lambda path, y: y):
+def write_msprobe_csv(run, other, folder, change=lambda path, y: y, more=()):
     """``msprobe compare`` of two tensors: the first run is the bench."""
     folder.mkdir()
     with (folder / "compare_result_20260101000000.csv").open("w", newline="") as file:
@@ -394,6 +446,7 @@ def write_msprobe_csv(run, other, folder, change=lambda path, y: y):
                 "Err_message",
             ]
         )
+        out.writerows([more] if more else [])
         for (step, path, x), (_, _, y) in zip(outputs_of(run), outputs_of(other), strict=True):
             y = change(path, y)
             if step == 0:

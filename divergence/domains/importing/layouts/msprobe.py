@@ -1,4 +1,4 @@
-"""mindstudio-probe (msprobe) 26, levels L0 and mix: ``stepN/rankR/dump.json`` (or ``procPID`` where
+"""mindstudio-probe (msprobe) 26: ``stepN/rankR/dump.json`` (or ``procPID`` where
 one process ran). Of the task ``tensor`` a file a tensor lies beside it in ``dump_tensor_data/``. Of
 ``statistics``, the default, the numbers stand in it: ``Max``, ``Min``; ``Mean`` and ``Norm``, added
 up in the tensor's dtype; ``md5``, which is a crc32, or with ``xor`` that sum alone. ``nan_check``
@@ -9,8 +9,9 @@ is ``Module.PATH.CLASS.CALL.output.0`` or an operator's; nothing tells their ord
 
 ``dump.json`` names modules ``Module.PATH.CLASS.forward.CALL``, each with ``input_args``,
 ``input_kwargs`` and ``output``. It is written when a step ends. Its ``dump_data_dir`` is not
-followed: data lies beside it. Operators (``Functional.``, ``Tensor.``, ...), backward passes and
-parameters are counted and left out.
+followed: data lies beside it. Backward passes and parameters are counted and left out; so are
+operators (``Functional.linear.3.forward``), but where level L1, as of every ``nan_check``, has them
+alone.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _GRAPH = re.compile(
     r"(?:\.(?P<port>.+))?\.pt"
 )
 _MODULE = re.compile(r"(?:Module|Cell)\.(?P<path>.+)\.[^.]+\.forward\.(?P<call>\d{1,9})")
+_OPERATOR = re.compile(r"(?P<path>[^.]+\..+)\.(?P<call>\d{1,9})\.forward")
 
 
 def read(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
@@ -142,8 +144,11 @@ def _tensors(folder: DumpFolder, name: str, rank: int, notes: Notes) -> Iterator
         raise DumpError("the file is no dump.json of msprobe", where=where)
     first: dict[str, int] = {}
     rows: list[tuple[tuple[int, int, int], str, int, str, Any]] = []
+    pattern = _MODULE if any(map(_MODULE.fullmatch, data)) else _OPERATOR
+    if pattern is _OPERATOR:
+        notes.say("the dump names no module (level L1): its places are operators, by their calls")
     for number, (full, entry) in enumerate(data.items()):
-        match = _MODULE.fullmatch(checked_name(full))
+        match = pattern.fullmatch(checked_name(full))
         if match is None or not isinstance(entry, dict):
             what = "backward passes" if ".backward" in full else "operators, not of modules,"
             notes.add(f"of {what} were left out")

@@ -16,6 +16,7 @@ side's statistics are a run.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -77,11 +78,17 @@ def kept_of(
     given = (low, high, mean, norm, std)
     values = [number(value) for value in given]
     summary = _summary(None if shape is None else tensor.numel(), *values, num_nan=num_nan)
-    size = summary.rms or summary.absmax or 0.0
     parts = (1.0, 1.0, 1.0, math.sqrt(max(1, tensor.numel())), 1.0)
-    units = [unit / part for unit, part in zip(_half_units(given, values), parts, strict=True)]
-    off = max(units) / size if size else 0.0
-    return Dumped(site=site, tensor=tensor, rank=rank, checksum=checksum, summary=summary, off=off)
+    pairs = zip(given, parts, strict=True)
+    texts = tuple((value, part) for value, part in pairs if isinstance(value, str))
+    return Dumped(
+        site=site,
+        tensor=tensor,
+        rank=rank,
+        checksum=checksum,
+        summary=summary,
+        texts=texts if tensor.is_floating_point() else (),
+    )
 
 
 def number(value: Any) -> float | None:
@@ -97,23 +104,38 @@ def number(value: Any) -> float | None:
         return None
 
 
-def _half_units(given: Sequence[Any], values: Sequence[float | None]) -> list[float]:
-    """Half a unit of the last digit of each number that is written as text. Where all have as many
-    decimals that is the format; else they have as many digits as the longest (zeros at the end may
-    have been left out)."""
-    matches = [_NUMBER.fullmatch(value.strip()) for value in given if isinstance(value, str)]
-    texts = [match[1].lower() for match in matches if match is not None]
-    digits = [re.sub(r"e.*|[^0-9]", "", text).lstrip("0") for text in texts]
-    decimals = {len(text.partition(".")[2]) for text in texts if "e" not in text}
-    if not digits:
-        return [0.0] * len(values)
-    if len(decimals) == 1 and not any("e" in text for text in texts) and len(texts) > 1:
-        return [0.5 * 10.0 ** -decimals.pop()] * len(values)
-    relative = 0.5 * 10.0 ** (1 - max(1, *map(len, digits)))
-    return [
-        0.0 if value is None or not math.isfinite(value) else relative * abs(value)
-        for value in values
-    ]
+def with_digits(tensors: Sequence[Dumped]) -> list[Dumped]:
+    """Say of each what the digits of its numbers leave open, where they are written as text: half a
+    unit of the last one. One program wrote all. Where its numbers have as many decimals that is its
+    format; else they have as many digits as the longest (zeros at the end may be left out)."""
+    texts = [text for dumped in tensors for text, _ in _texts(dumped)]
+    plain = {text for text in texts if "e" not in text}
+    decimals = {len(text.partition(".")[2]) for text in plain}
+    fixed = decimals.pop() if len(decimals) == 1 and len(plain) > 1 else None
+    longest = max((len(_DIGITS.sub("", text).lstrip("0")) for text in texts), default=1)
+
+    def half_unit(text: str, part: float) -> float:
+        if fixed is not None and "e" not in text:
+            return 0.5 * 10.0**-fixed / part
+        return 0.5 * 10.0 ** (1 - max(1, longest)) * abs(float(text)) / part
+
+    def off(dumped: Dumped) -> float:
+        size = (dumped.summary.rms or dumped.summary.absmax or 0.0) if dumped.summary else 0.0
+        units = (half_unit(*text) for text in _texts(dumped))
+        return max(units, default=0.0) / size if size else 0.0
+
+    return [replace(dumped, off=off(dumped)) for dumped in tensors]
+
+
+_DIGITS = re.compile(r"e.*|[^0-9]")
+
+
+def _texts(dumped: Dumped) -> Iterator[tuple[str, float]]:
+    """Those of finite numbers, without what stands around them."""
+    for text, part in dumped.texts:
+        match = _NUMBER.fullmatch(text.strip())
+        if match is not None and (value := number(match[1])) is not None and math.isfinite(value):
+            yield match[1].lower(), part
 
 
 def _summary(
@@ -169,8 +191,10 @@ def _forwards(
             where=str(folder.path),
             hint="docs/importing.md shows what is read",
         )
+    rest = iter(with_digits([kept for key in sorted(forwards) for kept in forwards[key]]))
     for index, key in enumerate(sorted(forwards)):
-        yield DumpedForward(where=places[key], tensors=forwards[key], number=index)
+        tensors = list(itertools.islice(rest, len(forwards[key])))
+        yield DumpedForward(where=places[key], tensors=tensors, number=index)
 
 
 def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -419,7 +443,8 @@ def _euclidean(row: dict[str, str]) -> float | None:
     distance, norm = (number(row.get(name)) for name in ("EucDist", "Bench l2norm"))
     if distance is None or not norm:
         return None
-    return (distance - _half_units([row["EucDist"]], [distance])[0]) / norm
+    digits = len(_DIGITS.sub("", row["EucDist"].lower()).lstrip("0"))
+    return distance * (1 - 0.5 * 10.0 ** (1 - max(1, digits))) / norm
 
 
 def _relative_of(item: dict[str, Any]) -> float | None:

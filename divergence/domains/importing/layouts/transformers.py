@@ -21,7 +21,7 @@ import torch
 
 from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, leaves, module_site
 from divergence.domains.importing.layouts import Layout, holding
-from divergence.domains.importing.layouts.statistics import kept_of
+from divergence.domains.importing.layouts.statistics import kept_of, with_digits
 from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
@@ -117,7 +117,7 @@ def _sites(tree: Any, kind: str, where: str) -> tuple[dict[str, str], list[Dumpe
         add(path, "out", node.get("outputs"))
 
     visit(tree)
-    return sites, list(printed.values())
+    return sites, with_digits(list(printed.values()))
 
 
 def _pruned(sites: dict[str, str], folder: DumpFolder) -> dict[str, str]:

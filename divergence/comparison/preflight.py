@@ -932,9 +932,9 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
             continue
         how, same, near = _initialised(name, other, a, b), False, None
         if how is None:
-            notes = a.parameters.get(name), b.parameters.get(other)
-            if notes[0] is not None and notes[1] is not None:
-                how, same, near = _relation(*notes, has_codes=a.quantization is not None)
+            own, there = notes = a.parameters.get(name), b.parameters.get(other)
+            if own is not None and there is not None:
+                how, same, near = _relation(own, there, has_codes=a.quantization is not None)
             if how is None or near is not None:  # no relation that is exact
                 tied = _tied_alone(name, other, a, b)
                 how, near = (how, near) if tied is None else (tied, None)

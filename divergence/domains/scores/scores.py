@@ -99,13 +99,6 @@ def scores(
     if (capture is None) != (out is None):
         raise UsageError("--capture MODEL and --out RUN belong together", hint="give both")
     paths = [str(source) for source in (reference, candidate, *others)]
-    places = [Path(path).expanduser().resolve() for path in paths]
-    if places[0] in places[1:]:
-        raise UsageError(
-            "both sides are the same results, so nothing is compared",
-            where=paths[places.index(places[0], 1)],
-            hint="name the results of another evaluation",
-        )
     gate = None
     if isinstance(policy, ScoresPolicy):
         policy.check("policy")
@@ -130,7 +123,7 @@ def scores(
         files = {Path(series.file).resolve() for series in sides[0].series}
         if number > 1 and any(Path(series.file).resolve() in files for series in sides[-1].series):
             raise UsageError(
-                "both sides read the same file, so nothing is compared",
+                "both sides are the same results, so nothing is compared",
                 where=sides[-1].path,
                 hint="name the results of another evaluation",
             )

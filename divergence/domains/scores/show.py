@@ -156,17 +156,22 @@ def score_table(candidate: Candidate) -> Table:
             else (
                 name_of(task),
                 task.verdict,
-                f"{task.pairing.num_paired:,}",
+                f"{num:,}" if (num := _num_documents(task.pairing)) else None,
                 task.reference,
                 task.candidate,
                 task.difference,
-                f"{signed(task.low)} to {signed(task.high)}",
+                None if task.low is None else f"{signed(task.low)} to {signed(task.high)}",
                 task.p_adjusted,
             )
             for task in candidate.tasks
         ],
         marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
     )
+
+
+def _num_documents(pairing: Pairing) -> int:
+    """Pairs, or of scores as a whole the documents of the side with fewer."""
+    return pairing.num_paired or min(pairing.num_reference, pairing.num_candidate)
 
 
 def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:

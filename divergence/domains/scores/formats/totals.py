@@ -165,6 +165,12 @@ def _summary(folder: DumpFolder, name: str) -> list[list[str]]:
             table = [fields]
         elif table and len(fields) == len(table[0]):
             table.append(fields)
+        elif table and fields and name.endswith(".csv"):
+            raise DumpError(
+                "the row has not as many cells as the first one",
+                where=folder.place(),
+                hint="it may be half written",
+            )
         elif table:
             break
     return table if len(table) > 1 else []

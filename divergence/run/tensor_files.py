@@ -9,6 +9,7 @@ import pickletools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,8 +46,10 @@ _HEADER = re.compile(
 )
 
 
-def tensors_of(path: Path, budget: Budget) -> Any:
-    """Return what a file holds: a tensor, or tensors and plain values by key. Raises DumpError."""
+def tensors_of(path: Path, budget: Budget, *, beside: bool = False) -> Any:
+    """Return what a file holds: a tensor, or tensors and plain values by key. ``beside``: settings
+    and random numbers that training programs store beside weights become None, and are not refused.
+    Raises DumpError."""
     where, readers = str(path), {".npy": _npy, ".safetensors": _safetensors}
     with read_as(_FORMS.get(path.suffix, "torch.save"), where=where, hint=_HALF_WRITTEN):
         disk = disk_bytes(path)
@@ -55,7 +58,8 @@ def tensors_of(path: Path, budget: Budget) -> Any:
         # process may open
         size = path.stat().st_size
         mapped = torch.from_file(where, shared=False, size=size, dtype=torch.uint8)
-        value = readers.get(path.suffix, load_torch)(MemoryBlob(where, mapped.numpy().data))
+        read = readers.get(path.suffix, partial(load_torch, beside=beside))
+        value = read(MemoryBlob(where, mapped.numpy().data))
         # each value takes a byte of a file that does not repeat them
         check_value(value, where=where, most=min(MAX_VALUES, size))
         num_bytes, parts = 0, [value]
@@ -159,7 +163,7 @@ _STORAGES = {
 }
 
 
-def load_torch(archive: Blob) -> Any:
+def load_torch(archive: Blob, *, beside: bool = False) -> Any:
     """Return what a file holds: a tensor, or tensors and plain values in lists and tables. Raises
     DumpError, and whatever bytes that torch.save never wrote lead to."""
     where = archive.name
@@ -197,7 +201,7 @@ def load_torch(archive: Blob) -> Any:
             where=where,
             hint="save it on a little-endian machine",
         )
-    return _Pickle(files, folder, where).value(files[pickles[0]])
+    return _Pickle(files, folder, where, beside).value(files[pickles[0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +215,8 @@ class _Storage:
 class _Pickle:
     """The machine that a pickle is a program of, without all that torch.save does not use."""
 
-    def __init__(self, files: dict[str, Blob], folder: str, where: str) -> None:
-        self._files, self._folder, self._where = files, folder, where
+    def __init__(self, files: dict[str, Blob], folder: str, where: str, beside: bool) -> None:
+        self._files, self._folder, self._where, self._beside = files, folder, where, beside
         self._bytes: dict[str, torch.Tensor] = {}
 
     def value(self, blob: Blob) -> Any:
@@ -308,6 +312,8 @@ class _Pickle:
                 where=self._where,
                 hint="save tensor.detach().cpu().to_dense()",
             )
+        if self._beside and f"{module}.{name}".startswith(_BESIDE):
+            return lambda _, *rest: None
         raise DumpError(
             f"the file is not plain tensors: it names {module}.{name}, which is code",
             where=self._where,
@@ -389,6 +395,9 @@ class _Pickle:
         return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
+_BESIDE = ("argparse.Namespace", "megatron.", "numpy.core.", "numpy._core.", "numpy.ndarray")
+_BESIDE += ("numpy.dtype", "signal.")
+"""Names in Megatron's checkpoints that stand for no tensor. Nothing is called by them either."""
 _SINGLE: dict[str, Any] = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _CONSTANTS = frozenset(
     {

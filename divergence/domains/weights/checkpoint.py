@@ -230,7 +230,7 @@ def _safetensors(file: Path) -> Iterator[tuple[str, Stored]]:
 
 def _torch(file: Path) -> Iterator[tuple[str, Stored]]:
     """Tensors of a state dict, under ``state_dict`` or ``model`` too: read without its pickle."""
-    value = tensors_of(file, Budget())
+    value = tensors_of(file, Budget(), beside=True)
     for key in ("state_dict", "model", "module"):
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]

@@ -222,7 +222,7 @@ def test_the_same_results_twice(table, lm_eval):
     with pytest.raises(UsageError, match="the same results"):
         scores(path, path)
     lines = [sample(n, score=1.0, right=0, likelihoods=[-1.0, -2.0]) for n in range(4)]
-    with pytest.raises(UsageError, match="the same file"):
+    with pytest.raises(UsageError, match="the same results"):
         scores(lm_eval("a", lines), lm_eval("a", lines) / "model")
     (task,) = scores(lm_eval("a", lines), lm_eval("b", lines)).candidates[0].tasks
     assert "log-likelihoods to the last digit" in task.notes[0]

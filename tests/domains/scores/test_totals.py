@@ -8,7 +8,7 @@ import math
 import pytest
 
 from divergence import scores
-from divergence.errors import UsageError
+from divergence.errors import DumpError, UsageError
 
 
 def lm_eval(folder, score, *, num=1319, version=3.0):
@@ -128,6 +128,12 @@ def test_both_machines_in_one_summary_of_opencompass(form, tmp_path):
     assert f"'{file}#gpu' '{file}#npu'" in caught.value.hint
     with pytest.raises(UsageError, match="no model 'tpu'"):
         scores(f"{file}#gpu", f"{file}#tpu")
+    with pytest.raises(UsageError, match="2 models, and none is named"):
+        scores(file, file)
+    if form == "csv":
+        file.write_text(SUMMARY[: -len("-,-,-\n")])
+        with pytest.raises(DumpError, match="as many cells"):
+            scores(f"{file}#gpu", f"{file}#npu")
 
 
 def every_eval(folder, rows):

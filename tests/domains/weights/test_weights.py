@@ -3,6 +3,7 @@ the two."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -501,7 +503,13 @@ def test_ranks_of_megatron_are_the_model(original, tmp_path):
     for rank in range(2):
         folder = tmp_path / f"mp_rank_{rank:02d}"
         folder.mkdir()
-        torch.save({"model": megatron(tensors, rank)}, folder / "model_optim_rng.pt")
+        beside = {
+            "args": argparse.Namespace(params_dtype=torch.bfloat16, iteration=10),
+            "rng_state": [{"np_rng_state": np.random.get_state(), "random": 1}],
+            "checkpoint_version": 3.0,
+        }
+        stored = {**beside, "model": megatron(tensors, rank)}
+        torch.save(stored, folder / "model_optim_rng.pt")
     report = divergence.compare_weights(original, tmp_path)
     assert report.same and {row.name for row in report.relations} == {"fused"}
     texts = [row.text for row in report.relations]
@@ -510,6 +518,30 @@ def test_ranks_of_megatron_are_the_model(original, tmp_path):
         in texts
     )
     assert report.matching == ["names of B are Megatron's, read as transformers' own"]
+
+
+def test_stages_of_megatron_s_pipeline_are_one_model(original, tmp_path):
+    """Each counts its blocks from 0; the first has the embedding, the last the head."""
+    tensors = load_file(original / "model.safetensors")
+    for rank in range(2):
+        whole = megatron(tensors, rank)
+        for stage in range(2):
+            part = {}
+            for name, tensor in whole.items():
+                block = re.search(r"layers\.(\d+)\.", name)
+                if block is None:
+                    own = ("embedding" in name) == (stage == 0)
+                else:
+                    own = (block[1] == "0") == (stage == 0)
+                    number = int(block[1]) - stage
+                    name = re.sub(r"layers\.\d+\.", f"layers.{number}.", name)
+                if own:
+                    part[name] = tensor
+            folder = tmp_path / f"mp_rank_{rank:02d}_{stage:03d}"
+            folder.mkdir()
+            torch.save({"model": part}, folder / "model_optim_rng.pt")
+    report = divergence.compare_weights(original, tmp_path)
+    assert report.same and {row.name for row in report.relations} == {"fused"}
 
 
 def test_experts_of_one_tensor_are_held_against_each_by_itself(tmp_path):

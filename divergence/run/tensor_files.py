@@ -58,7 +58,8 @@ def tensors_of(path: Path, budget: Budget, *, beside: bool = False) -> Any:
         # process may open
         size = path.stat().st_size
         mapped = torch.from_file(where, shared=False, size=size, dtype=torch.uint8)
-        read = readers.get(path.suffix, partial(load_torch, beside=beside))
+        read: Callable[[Blob], Any] = partial(load_torch, beside=beside)
+        read = readers.get(path.suffix, read)
         value = read(MemoryBlob(where, mapped.numpy().data))
         # each value takes a byte of a file that does not repeat them
         check_value(value, where=where, most=min(MAX_VALUES, size))
@@ -395,8 +396,15 @@ class _Pickle:
         return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
-_BESIDE = ("argparse.Namespace", "megatron.", "numpy.core.", "numpy._core.", "numpy.ndarray")
-_BESIDE += ("numpy.dtype", "signal.")
+_BESIDE = (
+    "argparse.Namespace",
+    "megatron.",
+    "numpy.core.",
+    "numpy._core.",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "signal.",
+)
 """Names in Megatron's checkpoints that stand for no tensor. Nothing is called by them either."""
 _SINGLE: dict[str, Any] = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _CONSTANTS = frozenset(

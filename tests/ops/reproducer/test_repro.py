@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import errno
+import json
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ from divergence.run.writer import RunWriter
 from tests import by_hand
 
 BARE = """
-import runpy, sys
+import json, os, runpy, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -34,41 +36,59 @@ class Absent:
             raise ImportError("not in a bare environment: " + name)
 
 sys.meta_path.insert(0, Absent())
-scripts, sys.argv = sys.argv[1:], [""]
-for script in scripts:
-    sys.argv = [script]
-    print("==", script)
-    runpy.run_path(script, run_name="__main__")
+import safetensors.torch, torch
+for line in sys.stdin:
+    folder, scripts = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    for script in scripts:
+        sys.argv = [script]
+        print("==", script)
+        runpy.run_path(script, run_name="__main__")
+    sys.exit()
 """
-"""Only torch and safetensors can be imported, and what they need themselves."""
+"""Only torch and safetensors can be imported, and what they need themselves: once, by the process
+whose forks run scripts."""
 
 
-def run_bare(folders: list[Path], tmp_path: Path) -> str:
-    """What the scripts print in another directory; fails where one does not exit with 0."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", BARE, *(str(folder / "repro.py") for folder in folders)],
-        cwd=elsewhere,
-        capture_output=True,
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Callable[[list[Path], Path], str]]:
+    """``bare(folders, tmp_path)``: what their scripts print in another directory; it fails where
+    one does not exit with 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", BARE],
         text=True,
-        check=False,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
+
+    def run(folders: list[Path], tmp_path: Path) -> str:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        scripts = [str(folder / "repro.py") for folder in folders]
+        print(json.dumps([str(elsewhere), scripts]), file=process.stdin, flush=True)
+        status, said = int(process.stdout.readline()), (elsewhere / "stderr").read_text()
+        assert status == 0 and not said, said
+        return (elsewhere / "stdout").read_text()
+
+    yield run
+    process.communicate(timeout=60)
 
 
 X = (torch.arange(24.0).reshape(4, 6) - 11) / 7
 
 
-def test_it_runs_in_a_bare_environment(record, tmp_path):
+def test_it_runs_in_a_bare_environment(record, tmp_path, bare):
     """Bit for bit what was recorded, with a transposed weight too, and how far it is off."""
     weight = torch.linspace(-1, 1, 30).reshape(5, 6)
     run = record(lambda: X @ weight.t())
     made = repro(run, site="block/aten.mm:out", out=tmp_path / "bug")
     assert sorted(made.files) == sorted(FILES)
-    printed = run_bare([made.path], tmp_path)
+    printed = bare([made.path], tmp_path)
     assert "from the expected output: max abs 0, rel L2 0, max 0 ulp, 0 of 20 elements" in printed
     found = made.from_truth["out"]
     assert (
@@ -102,13 +122,13 @@ ODD = {
 
 
 @pytest.mark.slow
-def test_odd_operators(record, tmp_path):
+def test_odd_operators(record, tmp_path, bare):
     """In place, lists, complex, 8-bit, integer, empty, scalar and overlapping operands."""
     run = record(lambda: [function() for function in ODD.values()])
     for name in ODD:
         made = repro(run, site=f"block/{name}", out=tmp_path / "bug" / name)
         assert made.from_truth["out"].rel_l2 < 0.1
-    printed = run_bare([tmp_path / "bug" / name for name in ODD], tmp_path)
+    printed = bare([tmp_path / "bug" / name for name in ODD], tmp_path)
     parts = printed.split("== ")[1:]
     assert len(parts) == len(ODD)
     for part in parts:
@@ -282,7 +302,7 @@ def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
     assert list((tmp_path / "bug").iterdir()) == []
 
 
-def test_nothing_in_a_run_becomes_code(tmp_path):
+def test_nothing_in_a_run_becomes_code(tmp_path, bare):
     """Names, sites, labels and scalars of a stranger's run are literals in the script."""
     evil = '"""+__import__("os").system("x")+"""\\'
     call = Call(
@@ -299,7 +319,7 @@ def test_nothing_in_a_run_becomes_code(tmp_path):
     made = repro(run, site=site, out=tmp_path / "bug")
     tree = ast.parse((made.path / "repro.py").read_text())
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "__import__"]
-    assert "differ" in run_bare([made.path], tmp_path)
+    assert "differ" in bare([made.path], tmp_path)
     for change in ({"dtype": "float32), __import__('os')"}, {"shape": (3,)}):
         wrong = msgspec.structs.replace(call.operands[0], **change)
         bad = msgspec.structs.replace(call, operands=(wrong, call.operands[1]))
@@ -392,7 +412,7 @@ def _suite_truth(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators):
+def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators, bare):
     """The function, what it calls and its constants are pasted; others are refused."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
     odd = SimpleNamespace(run=lambda x, eps: pytest.approx(x), truth=_suite_truth)
@@ -408,7 +428,7 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators):
     made = repro(run, site="half/suite.half:out", out=tmp_path / "bug")
     script = (made.path / "repro.py").read_text()
     assert "def _half(x" in script and "SCALE = 0.5" in script and "import math" in script
-    assert "(2,) torch.float32" in run_bare([made.path], tmp_path)
+    assert "(2,) torch.float32" in bare([made.path], tmp_path)
     strange = msgspec.structs.replace(call, operator="suite.odd")
     run = _by_hand(tmp_path / "odd", strange, "half/suite.odd:out")
     with pytest.raises(UsageError):

@@ -121,7 +121,7 @@ def test_what_a_trusted_run_widened_is_said_with_numbers(pair):
     report = compare(a, b, floor=[loud])
     (note,) = [note for note in report.notes if "widened" in note]
     assert "model.layers.3:out" in note
-    assert "beyond the limits itself" in note
+    assert "beyond its limit" in note
     assert " to " in note
     quiet = compare(a, b, floor=[capture(like=a, out=root / "quiet", device="cpu")])
     assert any("none was widened" in note for note in quiet.notes)

@@ -1,7 +1,7 @@
 """What a person waits for: whole commands, from the shell and back to it.
 
-    python benchmarks/time_to_verdict.py [--rounds 5] [--only commands pairs growth]
-                                         [--old CHECKOUT]
+    python benchmarks/time_to_verdict.py [--rounds 5] [--only commands pairs growth overhead]
+                                         [--old CHECKOUT] [--python msprobe=PYTHON ...]
 
 commands  each command of a verdict, on SmolLM2-135M-Instruct in bfloat16 (_trained.py; a random
           model of its shape where the packages that hold it are not installed), one prompt and 16
@@ -12,12 +12,15 @@ growth    time and memory of capture and compare, where blocks, tokens, prompts,
           the elements of each tensor are doubled four times, each size in a process that has done
           nothing before, the least of the rounds: the slope of log time (log MiB) against log size,
           the steeper of the last two doublings; and what a record more takes. Ranks: their
-          parts of a run are written in one process
+          parts of a run are written in one process. *plain files*: the numbers that ``write``
+          makes, made and stored by numpy: what the machine makes of it
+overhead  capture's hooks beside the bare model and beside other tools (capture_overhead.py), with
+          small decode steps and of about a billion parameters; *copying hooks* are the limit.
+          ``--python``: an interpreter that has nnsight or msprobe
 
 Rounds are interleaved, and figures are medians. CPU: seconds of all processes and threads, which
 say more where others use the machine. MiB: the largest resident memory of one process. ``--old``:
-the same commands by another checkout, in the same rounds. Hooks of other tools beside the capture's
-own are in capture_overhead.py.
+the same commands by another checkout, in the same rounds.
 """
 
 from __future__ import annotations
@@ -37,17 +40,20 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-PARTS = ("commands", "pairs", "growth")
+PARTS = ("commands", "pairs", "growth", "overhead")
 PROMPT = "The capital of France is"
 NEW = 16
 SINGLE = ("capture", "capture --like", "truth", "compare --truth")
@@ -117,7 +123,8 @@ def trained_model(folder: Path) -> tuple[Path, list[object]]:
     return random_model(folder / "model", 30, hidden=576), prompts_file(folder, 1)
 
 
-def random_model(folder: Path, num_blocks: int, *, hidden: int) -> Path:
+def random_model(folder: Path, num_blocks: int, *, hidden: int, even: bool = False) -> Path:
+    """``even``: each projection has the same width, so that sites are counted and not elements."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -125,10 +132,10 @@ def random_model(folder: Path, num_blocks: int, *, hidden: int) -> Path:
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=hidden,
-            intermediate_size=hidden * 8 // 3,
+            intermediate_size=hidden if even else hidden * 8 // 3,
             num_hidden_layers=num_blocks,
             num_attention_heads=hidden // 64,
-            num_key_value_heads=max(1, hidden // 192),
+            num_key_value_heads=hidden // 64 if even else max(1, hidden // 192),
             vocab_size=49152 if hidden > 256 else 512,
             tie_word_embeddings=True,
             max_position_embeddings=4096,
@@ -271,8 +278,10 @@ def grown(what: str, power: int, folder: Path) -> tuple[int, dict[str, Callable[
     elif what in ("ranks", "tensors"):
         of_ranks = what == "ranks"
         shape = (times, 1000, 64) if of_ranks else (1, 32, times << 18)
-        write = {f"write {run.name}": partial(write_run, run, *shape) for run in (a, b)}
-        return shape[0 if of_ranks else 2], {**write, "compare": partial(compare, a, b)}
+        commands = {f"write {run.name}": partial(write_run, run, *shape) for run in (a, b)}
+        if not of_ranks:
+            commands["plain files"] = partial(write_files, folder / "plain", *shape[1:])
+        return shape[0 if of_ranks else 2], {**commands, "compare": partial(compare, a, b)}
     else:
         ports = ("in", "out") if times > len(SITES) else ("out",)
         sites = [f"*.{kind}:{port}" for kind in SITES[:times] for port in ports]
@@ -280,7 +289,7 @@ def grown(what: str, power: int, folder: Path) -> tuple[int, dict[str, Callable[
         num_blocks, num_prompts = 16, 4
     options["prompts"] = [[(7 * i + n) % 500 + 3 for i in range(6)] for n in range(num_prompts)]
     model, alike = folder / f"m{num_blocks}", {"force": True, "probe": False}
-    apart(partial(random_model, model, num_blocks, hidden=128))
+    apart(partial(random_model, model, num_blocks, hidden=128, even=True))
     return size, {
         "capture": partial(capture, str(model), out=a, truth="no", **alike, **options),
         "capture --like": partial(capture, like=a, out=b, attn_implementation="sdpa", **alike),
@@ -291,8 +300,6 @@ def grown(what: str, power: int, folder: Path) -> tuple[int, dict[str, Callable[
 def write_run(folder: Path, num_ranks: int, num_tensors: int, width: int) -> None:
     """What so many ranks write of a run, all in this process: of each tensor a part of ``width``
     elements."""
-    import torch
-
     from divergence.run.captured import CapturedTensor
     from divergence.run.manifest import Mesh, MeshAxis
     from divergence.run.reader import Run
@@ -302,15 +309,12 @@ def write_run(folder: Path, num_ranks: int, num_tensors: int, width: int) -> Non
     manifest.id, manifest.sizes = uuid.uuid4().hex, type(manifest.sizes)()
     manifest.mesh = Mesh(axes=[MeshAxis(name="tp", size=num_ranks)])
     manifest.record_digests = {}
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.Generator().manual_seed(int(folder.name == "b"))
     writers = [RunWriter(folder, manifest, force=True, rank=rank) for rank in range(num_ranks)]
+    numbers = random_numbers(num_ranks * num_tensors, width, seed=int(folder.name == "b"))
     for writer in writers:
         for number in range(num_tensors):
-            values = torch.randn(1, max(1, width >> 12), min(width, 1 << 12), generator=generator)
-            values *= 1 + 2**-9 * torch.rand(values.shape, generator=noise)
             writer.put(
-                CapturedTensor(values.to(torch.bfloat16)),
+                CapturedTensor(next(numbers)),
                 pass_="free",
                 sample=0,
                 step=number // 20,
@@ -321,6 +325,26 @@ def write_run(folder: Path, num_ranks: int, num_tensors: int, width: int) -> Non
         writer.flush()
     for writer in reversed(writers):
         writer.close(complete=True)
+
+
+def random_numbers(num_tensors: int, width: int, *, seed: int) -> Iterator[torch.Tensor]:
+    """Tensors whose seeds differ by rounding alone."""
+    import torch
+
+    generator, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    for _ in range(num_tensors):
+        values = torch.randn(1, max(1, width >> 12), min(width, 1 << 12), generator=generator)
+        values *= 1 + 2**-9 * torch.rand(values.shape, generator=noise)
+        yield values.to(torch.bfloat16)
+
+
+def write_files(folder: Path, num_tensors: int, width: int) -> None:
+    """The same numbers as of ``write_run``, each in a file of its own."""
+    import torch
+
+    folder.mkdir(exist_ok=True)
+    for number, values in enumerate(random_numbers(num_tensors, width, seed=0)):
+        values.view(torch.int16).numpy().tofile(folder / f"{number}.bin")
 
 
 def apart(command: Callable[[], Any]) -> tuple[float, float, int]:
@@ -391,6 +415,28 @@ def growth(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
             )
 
 
+SMALL = "hooks", "blocks", "modules", "modules:sketch", "modules:stats", "modules:hash"
+OVERHEAD: dict[str, list[object]] = {
+    "small decode steps": [
+        *("--ways", *SMALL, "hooks modules", "empty hooks", "copying hooks"),
+        *("debugger", "nnsight", "msprobe"),
+    ],
+    "a billion parameters": [
+        *("--hidden", 2048, "--blocks", 16, "--prompt", 512, "--new", 16, "--dtype", "bfloat16"),
+        *("--ways", *SMALL[2:], "hooks modules", "copying hooks"),
+    ],
+}
+
+
+def overhead(rounds: int, pythons: Sequence[str]) -> None:
+    """Of this checkout alone."""
+    program = Path(__file__).with_name("capture_overhead.py")
+    for name, options in OVERHEAD.items():
+        print(f"\n{name}\n", flush=True)
+        words = [sys.executable, program, "--rounds", rounds, *options, "--python", *pythons]
+        subprocess.run(list(map(str, words)), check=True)
+
+
 def slope(sizes: list[int], values: list[float]) -> float:
     """The steeper of the last two doublings, of log against log."""
     steps = [
@@ -406,6 +452,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
+    parser.add_argument(
+        "--python", nargs="*", default=[], metavar="WAY=PYTHON", help="which has that tool"
+    )
     parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.grow:
@@ -414,6 +463,9 @@ def main() -> None:
     checkouts = {"now": ROOT} if args.old is None else {"before": args.old.resolve(), "now": ROOT}
     with tempfile.TemporaryDirectory() as name:
         for part in args.only:
+            if part == "overhead":
+                overhead(args.rounds, args.python)
+                continue
             {"commands": commands, "pairs": pairs, "growth": growth}[part](
                 Path(name), args.rounds, checkouts
             )

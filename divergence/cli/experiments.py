@@ -66,7 +66,8 @@ def diff(
     ),
     env_b: Sequence[str] = option(
         "--env-b NAME=VALUE",
-        "One of B's variables; repeatable. What both have holds for both.",
+        "One of B's variables; repeatable. What both have holds for both; what one lacks is as in "
+        "this shell.",
         _BOTH,
         default=(),
     ),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ _KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_att
 """Of transformers; others are its own affair unless they look like a misspelt one of these."""
 _NARROW = ("bfloat16", "float16")
 _PLACED = ("localized", "systematic")
+_SECRET = re.compile(r"(?i)token|secret|passw|credential|(?:api|access)_?key")
 _AHEAD = str(Path(__file__).with_name("ahead.py"))
 _FREE = b"free\n"
 """What ahead.py prints when the free pass can be read."""
@@ -152,8 +154,8 @@ def diff(
 
     Exactly one of ``device`` ... ``python`` has two values, the first of them the reference's. Of
     the others a single value holds for both sides. ``batch``: prompts that run together. ``env``:
-    ``NAME=VALUE``; with one value the reference runs without it. ``env_a``, ``env_b``: several
-    ``NAME=VALUE`` of one side; equal ones hold for both. ``python``: a virtual environment
+    ``NAME=VALUE``; with one value the reference's is this process's, or none. ``env_a``, ``env_b``:
+    several ``NAME=VALUE`` of one side; equal ones hold for both. ``python``: a virtual environment
     or interpreter that has divergence. ``out``: holds the runs ``a``, with its truth, and ``b``,
     ``truth`` where ``a`` could make none,
     report.json and report.html; what is there already is used again. An earlier diff beside it
@@ -299,14 +301,18 @@ def _sides(given: dict[str, list[Any]], env_a: list[str], env_b: list[str]) -> t
             hint="a variable of both sides stands before the command, NAME=VALUE divergence diff; "
             "those of one side are --env-a and --env-b",
         )
+    where = ("--env", "--env") if pairs else ("--env-a", "--env-b")
     if pairs:
         env_a, env_b = pairs[:-1], pairs[-1:]
-    variables = _variables(env_a), _variables(env_b)
+    variables = _variables(env_a, where[0]), _variables(env_b, where[1])
+    for own, other in (variables, variables[::-1]):  # a side keeps what this process has
+        own |= {key: os.environ[key] for key in other if key not in own and key in os.environ}
     if variables[0] != variables[1]:
         several.append("env")
     if not several:
         raise UsageError(
-            "nothing differs between the two sides",
+            "nothing differs between the two sides"
+            + (f": both have {_shown(variables[0])}" if variables[0] else ""),
             hint=(
                 "give one setting two values: --device cuda,cpu, --attn-implementation eager,sdpa, "
                 "--engine transformers,compile, --batch 1,8, --env NAME=VALUE",
@@ -331,8 +337,7 @@ def _sides(given: dict[str, list[Any]], env_a: list[str], env_b: list[str]) -> t
     fixed = {key: value[0] for key, value in given.items() if key != name}
     if name == "env":
         labels = [
-            " ".join(f"{key}={value}" for key, value in own.items()) or f"{' '.join(other)} unset"
-            for own, other in (variables, variables[::-1])
+            _shown(own) or f"{' '.join(other)} unset" for own, other in (variables, variables[::-1])
         ]
         settings = [fixed, fixed]
     else:
@@ -346,14 +351,22 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _variables(pairs: Sequence[str]) -> dict[str, str]:
-    variables = {}
+def _variables(pairs: Sequence[str], where: str) -> dict[str, str]:
+    variables: dict[str, str] = {}
     for pair in pairs:
         key, equals, text = str(pair).partition("=")
-        if not (key and equals):
-            raise UsageError(f"{pair!r} is not NAME=VALUE", where="--env")
-        variables[key] = text
+        if not (re.fullmatch(r"[A-Za-z_]\w*", key) and equals):
+            raise UsageError(f"{pair!r} is not NAME=VALUE", where=where)
+        if variables.setdefault(key, text) != text:
+            raise UsageError(f"{key} has two values on one side", where=where)
     return variables
+
+
+def _shown(variables: dict[str, str], words: Callable[[str], str] = str) -> str:
+    """The settings as one would type them, without keys and passwords."""
+    return " ".join(
+        f"{key}={'…' if _SECRET.search(key) else words(value)}" for key, value in variables.items()
+    )
 
 
 def _side(label: str, settings: dict[str, Any], variables: dict[str, str]) -> _Side:
@@ -484,7 +497,7 @@ class _Steps:
         line = quoted_words(words)
         shown = " ".join(
             [
-                *(f"{key}={quoted(value)}" for key, value in side.variables.items()),
+                *filter(None, [_shown(side.variables, quoted)]),
                 *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []),
                 line,
             ]

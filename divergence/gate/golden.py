@@ -83,6 +83,9 @@ def bless(
         target.resolve() in (real, *real.parents) or real in target.resolve().parents
     ):
         raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
+    inside = next((path for path in target.parents if (path / "manifest.json").is_file()), None)
+    if inside is not None:
+        raise UsageError(f"{inside} is a run, and no folder of goldens", hint="another place")
     for place in (target, previous) if keep_previous else (target,):
         _refuse_other(place)
     changes = _changes(target, run, str(source), name_map, progress) if target.exists() else {}
@@ -151,12 +154,15 @@ def _changes(
         old = Run.open(target)
         changes["replaced_created"] = old.manifest.created
         old_sites = site_names(old.records)
-        report = compare(target, source, name_map=name_map, progress=progress)
-        changes |= {
-            "verdict": report.verdict.kind,
-            "summary": report.verdict.summary,
-            "report": report,
-        }
+        if old.manifest.id == run.manifest.id:
+            changes["reason"] = f"it is the same run, {old.manifest.id}"
+        else:
+            report = compare(target, source, name_map=name_map, progress=progress)
+            changes |= {
+                "verdict": report.verdict.kind,
+                "summary": report.verdict.summary,
+                "report": report,
+            }
     # a golden that cannot be compared any more is what blessing is for
     except (IncomparableError, RunFormatError, UsageError) as error:
         changes["reason"] = error.message

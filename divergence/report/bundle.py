@@ -52,7 +52,8 @@ _SECRETS = re.compile(
 )
 _NAMED_SECRET = re.compile(
     r"(?i)((?<![A-Za-z0-9])\w*(?:api[_-]?key|access[_-]?key|secret|passw(?:or)?d|credential|"
-    r"(?:access|auth|hf|hub|github)_token|x-amz-\w+)\w*[\"']?\s*[=:]\s*[\"']?)([^\s\"'&;,]{4,})"
+    r"(?:access|auth|hf|hub|github)_token|(?-i:[A-Z]\w*_TOKEN)|x-amz-\w+)"
+    r"\w*[\"']?\s*[=:]\s*[\"']?)([^\s\"'&;,]{4,})"
 )
 _COMMON = {"root", "localhost", "user", "admin", "ubuntu", "runner", "nobody", "docker", "linux"}
 _SHORTEST = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -139,6 +140,9 @@ def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
         ({"env_a": "A=1", "env_b": "A=1"}, "nothing differs"),
         ({"env_b": "A=1", "attn_implementation": ("eager", "sdpa")}, "2 settings"),
         ({"env_b": "A"}, "not NAME=VALUE"),
+        ({"env_b": "A B=1"}, "not NAME=VALUE"),
+        ({"env_b": ("A=1", "A=2")}, "A has two values on one side"),
+        ({"env_b": "PATH=" + os.environ["PATH"]}, "both have PATH="),
         ({"batch": (0, 2)}, "at least one"),
         ({"python": (sys.executable, "/no/such/venv")}, "neither a virtual environment"),
     ],
@@ -151,11 +155,14 @@ def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
 
 
 def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
-    """Several of a side; each run has them in its environment and in its label."""
-    variables = []
+    """Several of a side; each run has them in its environment and, but for secrets, in its label.
+    What one lacks is as in this process."""
+    monkeypatch.setenv("Y", "old")
+    variables, shown_lines = [], []
 
     def note(steps, words, side, shown):
         variables.append(side.variables)
+        shown_lines.append(shown)
         return in_this_process(steps, words, side, shown)
 
     monkeypatch.setattr(_Steps, "_process", note)
@@ -164,15 +171,19 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
         llama,
         out=tmp_path / "d",
         env_a="X=1",
-        env_b=("X=2", "Y=a b"),
+        env_b=("X=2", "Y=a b", "API_TOKEN=abc"),
         dtype="float32",
         prompts=PROMPTS,
         max_new_tokens=1,
         quiet=True,
     )
-    assert variables[:2] == [{"X": "1"}, {"X": "2", "Y": "a b"}]
+    assert variables[:2] == [
+        {"X": "1", "Y": "old"},
+        {"X": "2", "Y": "a b", "API_TOKEN": "abc"},
+    ]
     labels = [Run.open(result.folder / name).manifest.environment.label for name in ("a", "b")]
-    assert labels == ["X=1", "X=2 Y=a b"]
+    assert labels == ["X=1 Y=old", "X=2 Y=a b API_TOKEN=…"]
+    assert shown_lines[1].startswith("X=2 Y='a b' API_TOKEN=… divergence capture --like")
 
 
 def test_a_second_diff_takes_the_reference_of_the_first(llama, tmp_path, here, monkeypatch):

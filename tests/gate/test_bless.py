@@ -85,6 +85,15 @@ def test_bless_tells_what_changes(runs, llama, bless, invoke, tmp_path):
     assert bless(tmp_path / "golden", runs / "full")["removed_sites"]
 
 
+def test_a_run_is_blessed_twice_and_holds_no_golden(runs, bless, invoke, tmp_path):
+    """That it is there already is said, and no verdict; a golden in a run would go with it."""
+    bless(tmp_path / "golden", runs / "full")
+    again = bless(tmp_path / "golden", runs / "full")
+    assert again["verdict"] is None and again["reason"].startswith("it is the same run")
+    said = invoke("check", tmp_path / "golden" / "x", runs / "full", "--bless")
+    assert said[0] == 2 and "is a run, and no folder of goldens" in said[2]
+
+
 def test_an_incomparable_golden_is_replaced(runs, bless, monkeypatch, tmp_path):
     """Other weights are why one blesses: the reason is told."""
     bless(tmp_path / "golden", runs / "full")

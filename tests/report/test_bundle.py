@@ -53,6 +53,7 @@ def machine(**changes):
         ("a label of myhost, by Alice; root mean square", "a label of …, by …; root mean square"),
         ("1 / 2 and x/y/z", "1 / 2 and x/y/z"),
         ("HF_TOKEN=hf_abcdefghijklmnopqrst capture", "HF_TOKEN=… capture"),
+        ("MY_TOKEN=abcdefgh pad_token=<|pad|>", "MY_TOKEN=… pad_token=<|pad|>"),
         ("key sk-proj-0123456789abcdef, then", "key …, then"),
         ("https://user:word@example.org/a", "https://…@example.org/a"),
         ("s3://b/k?X-Amz-Signature=00ff00ff&x=1", "s3://b/k?X-Amz-Signature=…&x=1"),

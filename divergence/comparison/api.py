@@ -48,7 +48,7 @@ from divergence.comparison.measure.pairs import (
     measuring_on,
 )
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.preflight import MEDIA, preflight, prompt_headline
+from divergence.comparison.preflight import GIVEN, MEDIA, preflight, prompt_headline
 from divergence.comparison.result import (
     Coverage,
     Finding,
@@ -380,11 +380,11 @@ def _incomparable(
         line.check == "weights" and line.details == [fact("preflight.no_digests")]
         for line in blocking
     )
-    names = ("prompt ids", MEDIA, *["weights"] * unknown)
+    names = ("prompt ids", GIVEN, MEDIA, *["weights"] * unknown)
     others = [line.check for line in blocking if line.check not in names]
     apart = [fact("preflight.undigested")] if unknown else []
     apart += [fact("preflight.other", checks=others)] if others else []
-    apart += [item for line in blocking if line.check == MEDIA for item in line.details]
+    apart += [item for line in blocking if line.check in (GIVEN, MEDIA) for item in line.details]
     if any(line.check == "prompt ids" for line in blocking):
         apart.append(prompt_headline(a.manifest, b.manifest))
     suites = [run.manifest.model.task == "operators" for run in (a, b)]
@@ -405,7 +405,7 @@ def _incomparable(
                 candidate=line.candidate,
             )
             for line in blocking
-            if line.check != MEDIA  # the headline holds all of it
+            if line.check not in (GIVEN, MEDIA)  # the headline holds all of it
         ],
         commands=[]
         if suites[0] != suites[1]

@@ -37,7 +37,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.record import INPUTS, Record
-from divergence.run.site import is_operator_site, natural_key, starred, unescape_path
+from divergence.run.site import ROOT, is_operator_site, natural_key, starred, unescape_path
 from divergence.words import SIDES, Side, first_apart, list_names
 
 # Preflight: were the two runs the same experiment at all?
@@ -66,6 +66,7 @@ def preflight(
     dtypes = fact("preflight.wider_dtype") if ref.dtype != cand.dtype else None
     lines = [
         *media_lines(reference, candidate),
+        *input_lines(reference, candidate),
         code_line(a, b),
         weights_line(a, b, names),
         *block_lines(a, b, names),
@@ -403,12 +404,7 @@ def media_lines(a: Run, b: Run) -> list[PreflightLine]:
     tensors_a, tensors_b = tensors
     differing: dict[int, list[str]] = {}
     for sample, site in {**tensors_a, **tensors_b}:
-        record, other = tensors_a.get((sample, site)), tensors_b.get((sample, site))
-        if (
-            record is None
-            or other is None
-            or (record.xxh3, record.shape) != (other.xxh3, other.shape)
-        ):
+        if not _is_equal((tensors_a.get((sample, site)), tensors_b.get((sample, site)))):
             differing.setdefault(sample, []).append(site.partition(":in.")[2])
     if not differing:
         return [_same(MEDIA, shown[0], shown[1])]
@@ -435,6 +431,91 @@ def _media_cause(a: Run, b: Run, number: int) -> Fact:
     if differences:
         return fact("preflight.media_settings", differences=differences)
     return fact("preflight.media_arithmetic")
+
+
+GIVEN = "inputs"
+_COARSEST = 2.0**-8
+"""Rounding of bfloat16: what is nearer may be one number, rounded on its way here."""
+
+
+def input_lines(a: Run, b: Run) -> list[PreflightLine]:
+    """A line where both are steps of somebody's own loop (`record`). Other inputs are another
+    experiment; floats that only rounding parts, as those of a tower that another model feeds, are
+    not."""
+    runs = a, b
+    samples = [run.manifest.tokens.samples for run in runs]
+    if len(samples[0]) != len(samples[1]) or any(s.prompt_ids for side in samples for s in side):
+        return []
+    tensors = [
+        {
+            (item.sample, item.site.partition(":")[2]): item
+            for item in run.records
+            if item.pass_ == "free" and item.site.startswith(f"{ROOT}:in")
+        }
+        for run in runs
+    ]
+    if not all(tensors) or "operators" in (a.manifest.model.task, b.manifest.model.task):
+        return []
+    constants = [
+        {
+            (number, name): repr(value)
+            for number, s in enumerate(side)
+            for name, value in s.constants.items()
+        }
+        for side in samples
+    ]
+    other: dict[int, list[str]] = {}
+    near: dict[int, list[str]] = {}
+    for key in {**tensors[0], **tensors[1]}:
+        pair = tensors[0].get(key), tensors[1].get(key)
+        if not _is_equal(pair):
+            (near if _is_rounded(runs, pair) else other).setdefault(key[0], []).append(key[1])
+    for key in {**constants[0], **constants[1]}:
+        values = [side.get(key, "None") for side in constants]
+        if values[0] != values[1] and all(side[key[0]].inputs for side in samples):
+            other.setdefault(key[0], []).append(f"{key[1]} {values[0]} / {values[1]}")
+    differing = other or near
+    number, names = next(iter(differing.items()), (0, []))
+    detail = fact(
+        "preflight.inputs_differ",
+        sample=number,
+        names=names,
+        num_more=len(differing) - 1,
+        rounded=not other,
+    )
+    shown = [
+        sentence(
+            fact(
+                "preflight.inputs",
+                num=len(side),
+                digest=digest_many((f"{n} {port}", str(r.xxh3)) for (n, port), r in side.items())[
+                    :12
+                ],
+            )
+        )
+        for side in tensors
+    ]
+    status: PreflightStatus = "blocking" if other else "differs" if near else "same"
+    return [_same(GIVEN, shown[0], shown[1], detail if differing else None, status=status)]
+
+
+_Pair = tuple[Record | None, Record | None]
+
+
+def _is_equal(pair: _Pair) -> bool:
+    a, b = pair
+    return a is not None and b is not None and (a.xxh3, a.shape) == (b.xxh3, b.shape)
+
+
+def _is_rounded(runs: tuple[Run, Run], pair: _Pair) -> bool:
+    """Are these floats one tensor but for rounding? What no run holds in full may be."""
+    a, b = pair
+    if a is None or b is None or a.shape != b.shape or not a.dtype.startswith(("float", "bfloat")):
+        return False
+    if not (runs[0].has_bytes(a) and runs[1].has_bytes(b)):
+        return True
+    first, second = (run.read(item).double() for run, item in zip(runs, (a, b), strict=True))
+    return bool((first - second).norm() <= _COARSEST * first.norm())
 
 
 # Did both runs run the same code? Class by class of module, from what their manifests say.
@@ -1590,7 +1671,10 @@ def prompt_headline(a: Manifest, b: Manifest) -> Fact:
     samples = a.tokens.samples, b.tokens.samples
     if len(samples[0]) != len(samples[1]):
         reference, candidate = map(len, samples)
-        return fact("preflight.prompts_of_numbers", reference=reference, candidate=candidate)
+        what = "prompts" if any(s.prompt_ids for side in samples for s in side) else "steps"
+        return fact(
+            "preflight.prompts_of_numbers", what=what, reference=reference, candidate=candidate
+        )
     causes = (
         ("tokenizers", a.model.tokenizer_digest, b.model.tokenizer_digest),
         ("chat templates", a.model.chat_template_digest, b.model.chat_template_digest),

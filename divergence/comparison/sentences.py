@@ -88,6 +88,12 @@ SENTENCES: Mapping[str, str] = {
         "the same files and settings: another version of the processor, another backend, or this "
         "machine's kernels"
     ),
+    # inputs of steps of one's own
+    "preflight.inputs": "{num} {num:plural tensor}, {digest}",
+    "preflight.inputs_differ": (
+        "step {sample}{num_more:0=|*= (and {num_more} more)} was given "
+        "{rounded:yes=the same but for rounding|no=something else}: {names:list}"
+    ),
     # tensors that modules made
     "preflight.derived": "{names:names}: {how}",
     "preflight.derived_changed": (
@@ -188,7 +194,7 @@ SENTENCES: Mapping[str, str] = {
         "tokenizers differ})"
     ),
     "preflight.texts_differ": " (their texts differ {place})",
-    "preflight.prompts_of_numbers": "the prompts differ: {reference} against {candidate}",
+    "preflight.prompts_of_numbers": "the {what} differ: {reference} against {candidate}",
     "preflight.prompts_differ": "the prompts differ",
     "preflight.edited": "the {what} differ; prompt {sample}: {edit}",
     "preflight.parting": (

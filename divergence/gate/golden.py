@@ -155,7 +155,7 @@ def _changes(
         changes["replaced_created"] = old.manifest.created
         old_sites = site_names(old.records)
         if old.manifest.id == run.manifest.id:
-            changes["reason"] = f"it is the same run, {old.manifest.id}"
+            changes["reason"] = sentence(fact("gate.same_run", id=old.manifest.id))
         else:
             report = compare(target, source, name_map=name_map, progress=progress)
             changes |= {

@@ -68,6 +68,7 @@ SENTENCES: Mapping[str, str] = {
     "some_tokens": "some generated tokens",
     "a_site": "a site to hold it against",
     # notes
+    "same_run": "it is the same run, {id}",
     "golden": "the golden is {what}",
     "other_code": "WARNING: other code or constants at equal settings: {details}",
     "no_such_check": "preflight.{key}: no check here is called {pattern}[[; {hint}]]",

@@ -16,6 +16,7 @@ the place of each block's own: the anchored pass.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,13 +29,14 @@ from divergence.numerics.formats import format_of
 from divergence.options.commands import CaptureOptions
 from divergence.recording.dispatch import argument_names, input_leaves
 from divergence.recording.engines.derived import derived_state, note_changes
-from divergence.recording.engines.identity import usual_dtype
+from divergence.recording.engines.identity import configured, usual_dtype
 from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import describe_modules
 from divergence.run.manifest import (
+    ConfigValue,
     Manifest,
     ModelIdentity,
     Plan,
@@ -45,6 +47,7 @@ from divergence.run.manifest import (
     digest_tensor,
 )
 from divergence.run.reader import Run
+from divergence.run.record import Record
 from divergence.run.site import ROOT, join_site
 from divergence.run.storage import location_of
 from divergence.run.writer import RunWriter
@@ -66,6 +69,13 @@ class Recording:
     ) -> None:
         self._module, self._recorders, self._manifest = module, recorders, manifest
         self._like = like
+        self.is_open = True
+        # inputs of each step of ``like``, by port
+        self._before: dict[int, dict[str, Record]] = {}
+        for record in [] if like is None else like.records:
+            path, _, port = record.site.partition(":")
+            if path == ROOT and port.startswith("in") and record.pass_ == "free":
+                self._before.setdefault(record.sample, {})[port] = record
 
     @property
     def num_steps(self) -> int:
@@ -74,19 +84,30 @@ class Recording:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One forward of the module, without gradients; returns what the module does. With ``like``
         it is run twice, and raises UsageError for inputs that are not that run's."""
+        if not self.is_open:
+            raise UsageError("the run is complete: its `with` block has ended")
         number, tokens = self.num_steps, self._manifest.tokens
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-        tensors = all(isinstance(value, torch.Tensor) for value in given.values())
+        tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        constants: dict[str, ConfigValue] = {
+            name: value
+            for name, value in given.items()
+            if value is None or isinstance(value, bool | int | float | str)
+        }
+        sample = SampleTokens(prompt_ids=[])
+        if len(tensors) + len(constants) == len(given):
+            sample = SampleTokens(prompt_ids=[], inputs=tensors, constants=constants)
         if self._like is not None:
-            self._check_inputs(number, args, kwargs)
-        sample = SampleTokens(prompt_ids=[], inputs=list(given) if tensors else [])
+            self._check_inputs(number, args, kwargs, sample)
         tokens.samples.append(sample)
         tokens.groups.append([number])
+        # a cache that the first forward writes to is as it was in the second
+        calls = [(args, kwargs), *((_copied(args), _copied(kwargs)) for _ in self._recorders[1:])]
         results = []
-        for recorder in self._recorders:
+        for recorder, (places, names) in zip(self._recorders, calls, strict=True):
             recorder.begin(sample=number, batch=1, num_tokens=0)
             with recorder.installed(), torch.no_grad():
-                results.append(self._module(*args, **kwargs))
+                results.append(self._module(*places, **names))
             if recorder is self._recorders[0]:
                 note_changes(self._module, self._manifest.model.derived, number)
         return results[0]
@@ -100,34 +121,58 @@ class Recording:
         names = argument_names(self._module)
         device = next((parameter.device for parameter in self._module.parameters()), None)
         for number, sample in enumerate(like.manifest.tokens.samples):
-            values: dict[str, torch.Tensor] = {}
+            values: dict[str, Any] = {}
             for index, name in enumerate(sample.inputs):
                 port = f"in.{names[int(name)] if name.isdecimal() else name}" if index else "in"
-                record = like.find(("free", number, 0, join_site(ROOT, port)))
+                record = self._before.get(number, {}).get(port)
                 if record is None or not like.has_bytes(record):
                     break
                 values[name] = like.read(record).to(device=device, copy=True)
             if not sample.inputs or len(values) < len(sample.inputs):
                 raise UsageError(
                     f"{like.path} holds no inputs of step {number} that could be given again: they "
-                    "are not all tensors, or were not recorded in full",
+                    "are more than tensors and plain values, or were not recorded in full",
                     hint="recording.step(x), with the inputs of that step",
                 )
-            by_place = [value for name, value in values.items() if name.isdecimal()]
+            values |= sample.constants
+            by_place = [values[name] for name in sorted(filter(str.isdecimal, values), key=int)]
             self.step(*by_place, **{n: v for n, v in values.items() if not n.isdecimal()})
 
-    def _check_inputs(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_inputs(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], sample: SampleTokens
+    ) -> None:
         like = self._like
         assert like is not None
         if number >= len(like.manifest.tokens.samples):
             raise UsageError(f"{like.path} has {number} steps, and this is another one")
-        for port, tensor in input_leaves(args, kwargs, argument_names(self._module)):
-            record = like.find(("free", number, 0, join_site(ROOT, port)))
-            if record is not None and record.xxh3 not in (None, digest_tensor(tensor)):
-                raise UsageError(
-                    f"step {number}: {join_site(ROOT, port)} is not what {like.path} was given",
-                    hint="recording.repeat() makes each step with that run's inputs",
-                )
+        given = dict(input_leaves(args, kwargs, argument_names(self._module)))
+        before = self._before.get(number, {})
+        wrong = [
+            join_site(ROOT, port)
+            for port, record in before.items()
+            if port not in given or record.xxh3 not in (None, digest_tensor(given[port]))
+        ]
+        wrong += [join_site(ROOT, port) for port in given if before and port not in before]
+        values, constants = like.manifest.tokens.samples[number], sample.constants
+        if values.inputs and sample.inputs:
+            names = {**values.constants, **constants}
+            wrong += [name for name in names if values.constants.get(name) != constants.get(name)]
+        if wrong:
+            raise UsageError(
+                f"step {number}: {wrong[0]} is not what {like.path} was given",
+                hint="recording.repeat() makes each step with that run's inputs",
+            )
+
+
+def _copied(value: Any) -> Any:
+    """What a module may write to, once more; tensors are what they were."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return copy.deepcopy(value)
 
 
 @contextlib.contextmanager
@@ -152,7 +197,8 @@ def record(
     and ``force`` is false.
     """
     if not isinstance(module, torch.nn.Module):
-        raise UsageError(f"{type(module).__name__} is no torch.nn.Module", hint="record(module, …)")
+        hint = "a pipeline's is pipeline.model" if hasattr(module, "model") else "record(module, …)"
+        raise UsageError(f"{type(module).__name__} is no torch.nn.Module", hint=hint)
     place = location_of(out)
     check_output(place, force=force, like=None)
     notes = describe_modules(module)
@@ -175,16 +221,21 @@ def record(
         for tensor in state.values()
         if tensor.is_floating_point()
     ]
+    own = configured(module)
+    own |= {
+        "config_digest": "",  # by which a run of a module is known
+        "config": {**own.get("config", {}), "training": module.training},
+    }
     identity = ModelIdentity(
         source=type(module).__qualname__,
         model_class=type(module).__name__,
         task="encoder",
-        config_digest="",
         dtype=usual_dtype(sizes) or "float32",
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         digest=digest_many(digests),
         digests=digests,
         derived=derived_state(module),
+        **own,
     )
     device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
     manifest = Manifest(
@@ -215,7 +266,10 @@ def record(
             anchor = RecordedInputs(source, tokens.samples, tokens.groups)
             recorders.append(recorder(pass_="anchored", anchor=anchor))
         recording = Recording(module, recorders, manifest, source)
-        yield recording
+        try:
+            yield recording
+        finally:
+            recording.is_open = False
         if not recorders[0].num_emitted:
             raise UsageError(
                 "no step was made, or no tensor passed the sites",

@@ -613,8 +613,11 @@ class SampleTokens(_Strict, kw_only=True):
     leaves it out. None: as itself."""
     inputs: list[str] = []
     """Of a step of ``record``: names or places of the tensors that the module was called with;
-    empty where it was given anything else, too. Of a prompt: names of the tensors that the model's
-    processor made of its pictures and sound."""
+    empty where it was given anything that cannot be kept. Of a prompt: names of the tensors that
+    the model's processor made of its pictures and sound."""
+    constants: dict[str, ConfigValue] = {}
+    """Of a step of ``record`` whose ``inputs`` are told: what else it was called with, by name or
+    place."""
     media: list[MediaNote] = []
     """The pictures, then the sounds, in the prompt's order."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from divergence import Run, capture, compare, record
 from divergence.errors import RunExistsError, UsageError
@@ -181,24 +182,86 @@ def test_inputs_by_name_and_by_place_are_given_again(tmp_path):
     with record(Two(), out=tmp_path / "a") as recording:
         recording.step(x, scale)
         recording.step(x, shift=shift, scale=scale)
+        recording.step(x, scale, None, flag=False)
     a = Run.open(tmp_path / "a")
-    assert [s.inputs for s in a.manifest.tokens.samples] == [["0", "1"], ["0", "shift", "scale"]]
+    samples = a.manifest.tokens.samples
+    assert [s.inputs for s in samples] == [["0", "1"], ["0", "shift", "scale"], ["0", "1"]]
+    assert samples[2].constants == {"2": None, "flag": False}
     assert compare(a, _repeated(Two(), a, tmp_path / "b")).verdict.kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ({"scale": 3.0}, "incomparable", "step 0 was given something else: scale 2.0 / 3.0"),
+        ({"shift": torch.ones(8)}, "incomparable", "step 0 was given something else: in.shift"),
+        ({"x": 1.5}, "incomparable", "step 0 was given something else: in"),
+        ({"x": 1 + 1e-6}, "within_floor", "only rounding differs"),
+    ],
+)
+def test_steps_of_other_inputs_are_another_experiment(tmp_path, given, kind, said):
+    """Whatever the modules make of them; but inputs that only rounding parts are compared."""
+    x = torch.randn(2, 8)
+    for name, values in (("a", {}), ("b", given)):
+        call = {"x": x, "scale": 2.0, **values}
+        call["x"] = x * values.get("x", 1.0)
+        with record(Two(), out=tmp_path / name) as recording:
+            recording.step(**call)
+    report = compare(tmp_path / "a", tmp_path / "b")
+    assert report.verdict.kind == kind and said in report.verdict.summary
+    line = next(line for line in report.preflight if line.check == "inputs")
+    assert line.status == ("blocking" if kind == "incomparable" else "differs")
+
+
+def test_what_a_module_holds_and_how_it_is_set_is_named(tmp_path, llama):
+    """A recorded model tells its attention, its numbers, and that it was left in training mode."""
+    model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="eager")
+    tokens = torch.tensor([[1, 5, 9, 20]])
+    with record(model, out=tmp_path / "a") as recording:
+        recording.step(tokens, use_cache=False)
+    other = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="sdpa").train()
+    other.model.norm.variance_epsilon = 0.5
+    report = compare(tmp_path / "a", _repeated(other, Run.open(tmp_path / "a"), tmp_path / "b"))
+    lines = {line.check: line for line in report.preflight}
+    assert (lines["attention"].reference, lines["attention"].candidate) == ("eager", "sdpa")
+    assert "training false / true" in str(lines["config"].detail)
+    assert "variance_epsilon" in str(lines["code"].detail)
+
+
+def test_a_loop_with_a_cache_is_repeated(tmp_path, llama):
+    """The anchored forward gets the cache as the first forward got it."""
+    model = AutoModelForCausalLM.from_pretrained(llama)
+
+    def generate(name, **options):
+        tokens, cache = torch.tensor([[1, 5, 9, 20]]), DynamicCache()
+        with record(model, out=tmp_path / name, **options) as recording:
+            for _ in range(3):
+                output = recording.step(tokens, past_key_values=cache, use_cache=True)
+                tokens = output.logits[:, -1:].argmax(-1)
+        return Run.open(tmp_path / name)
+
+    a = generate("a")
+    report = compare(a, generate("b", like=a))
+    assert (report.verdict.kind, report.coverage.num_only_reference) == ("identical", 0)
 
 
 def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
     """A step that is not the recorded one is an error, and the run goes on."""
     x, scale = torch.randn(2, 8), torch.tensor(2.0)
     with record(Two(), out=tmp_path / "a") as recording:
-        recording.step(x, scale, flag=True)
+        recording.step(x, scale, flag=[True])
     with record(Two(), out=tmp_path / "b", like=tmp_path / "a") as recording:
         with pytest.raises(UsageError, match="holds no inputs of step 0"):
             recording.repeat()
         with pytest.raises(UsageError, match="is not what"):
-            recording.step(x + 1, scale, flag=True)
-        recording.step(x, scale, flag=True)
+            recording.step(x + 1, scale, flag=[True])
+        with pytest.raises(UsageError, match=r"in\.shift is not what"):
+            recording.step(x, scale, shift=scale, flag=[True])
+        recording.step(x, scale, flag=[True])
         with pytest.raises(UsageError, match="has 1 steps"):
-            recording.step(x, scale, flag=True)
+            recording.step(x, scale, flag=[True])
+    with pytest.raises(UsageError, match="block has ended"):
+        recording.step(x, scale)
     assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
     with (
         pytest.raises(UsageError, match="no run to repeat"),

@@ -188,13 +188,8 @@ def identify(
     if loaded.codes is not None and ranks is None:
         products = loaded.codes.weights()
         dequantized = {path: digest_tensor(weight.detach()) for path, weight in products}
-    config: Any = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
-    steady = _steady(config.to_dict())
-    code: dict[str, CodeNote] = {}  # not recorded where that fails, which comparisons say
-    with contextlib.suppress(Exception):  # modules are anybody's code
-        code = code_notes(module)
     structure: Any = loaded.structure
     groups: dict[int, list[str]] = {}
     for name, weight in structure.named_parameters(remove_duplicate=False):
@@ -209,9 +204,6 @@ def identify(
     tokenizer_size = None
     with contextlib.suppress(Exception):  # of a tokenizer's own code
         tokenizer_size = None if tokenizer is None else len(tokenizer)
-    # which implementation of experts was chosen is a setting, so no part of the digest
-    chosen = getattr(config, "_experts_implementation", None)
-    experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
     described: dict[str, Any] = {}
     for place in hook_places("identity").values():
         described |= placed(place)(module, loaded.quantization)
@@ -220,7 +212,6 @@ def identify(
         revision=loaded.revision,
         model_class=type(loaded.structure).__name__,
         task=loaded.task,
-        config_digest=digest_json(steady),
         dtype=dtype,
         num_parameters=sum(numels.values()),
         digest=digest_many(digests),
@@ -228,19 +219,38 @@ def identify(
         parameters=notes,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
         dequantized=dequantized,
-        attn_implementation=getattr(config, "_attn_implementation", None),
         tokenizer_digest=tokenizer_digest(tokenizer),
         chat_template_digest=None if template is None else digest_json(template),
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
-        config=config_values(steady | experts),
-        code=code,
         chat_example=chat_example(tokenizer),
         tied=[names for names in groups.values() if len(names) > 1],
         tokenizer_size=tokenizer_size,
         **rows,
         **described,
+        **configured(module),
     )
+
+
+def configured(module: torch.nn.Module) -> dict[str, Any]:
+    """The fields of a ModelIdentity for what any module tells of itself: its code, and the
+    configuration that a model of transformers has."""
+    code: dict[str, CodeNote] = {}  # not recorded where that fails, which comparisons say
+    with contextlib.suppress(Exception):  # modules are anybody's code
+        code = code_notes(module)
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "to_dict"):
+        return {"code": code, "config_digest": ""}
+    steady = _steady(config.to_dict())
+    # which implementation of experts was chosen is a setting, so no part of the digest
+    chosen = getattr(config, "_experts_implementation", None)
+    experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
+    return {
+        "code": code,
+        "config_digest": digest_json(steady),
+        "config": config_values(steady | experts),
+        "attn_implementation": getattr(config, "_attn_implementation", None),
+    }
 
 
 def usual_dtype(sizes: Iterable[tuple[str, int]]) -> str | None:

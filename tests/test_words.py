@@ -30,10 +30,11 @@ asked assumed asymmetric at attn attributes autocast axes backend bandwidth base
 batches before begins below beside better bits bless breaks budget buffer build bytes cache call
 called calls capability captured cases causal cause causes changed channel chat check checkpointing
 checks checksum choice chosen chunk class clause clip codequality command common compared compiled
-complete compute computed concurrency config confirm conflicting consensus consumer correlation
-cosine cost cpu created cross csv db decay decoder default dequantized derived detail deterministic
-device devices diff differ different differing differs disturbed divergence driver dropout dry dtype
-duplicates dynamic each elements elsewhere embedding empty end ended endpoint entering env
+complete compute computed concurrency config confirm conflicting consensus constants consumer
+correlation cosine cost cpu created cross csv db decay decoder default dequantized derived detail
+deterministic device devices diff differ different differing differs disturbed divergence driver
+dropout dry dtype duplicates dynamic each elements elsewhere embedding empty end ended
+endpoint entering env
 environment environments equal error escalate estimated example exit expected expert explain
 explained explanation extra fallbacks farther faults few fewer filter first flags flips flushed fold
 following force forced format forward forwards found frame framework fresh from functions generated

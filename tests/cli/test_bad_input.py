@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers import LlamaForCausalLM
 
 from tests.digests import without_digests
 
@@ -159,6 +160,25 @@ def test_torn_weights(refused, model_copy, length):
     weights = model_copy() / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:length])
     refused("capture", weights.parent, "-o", "x", said=("cannot load", "download it again"))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (AttributeError("'tuple' object has no attribute 'load_speakers'"), "record(model, out="),
+        (OSError("m does not appear to have a file named spk_dict.pt. Checkout"), "spk_dict.pt is"),
+    ],
+)
+def test_a_class_that_cannot_be_loaded_is_no_damaged_file(
+    refused, model_copy, monkeypatch, error, said
+):
+    """What is missing is named, and what runs such a class."""
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    refused("capture", model_copy(), "-o", "x", said=("cannot load", said))
 
 
 def test_weights_that_are_a_damaged_pickle(refused, model_copy):

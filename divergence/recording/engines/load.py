@@ -735,10 +735,18 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
             hint="another --task; or in Python load the model and capture(model, inputs=[...])",
         )
     if expanded(source).exists():
+        hint = "its files are damaged, or for another version of transformers; download it again"
+        if missing := re.search(r"have a file named (\S+?)\.?\s", text):
+            hint = f"{missing[1]} is missing beside config.json: download all files of the model"
+        elif isinstance(error, AttributeError | NotImplementedError):
+            hint = (
+                "the model's own class fails on what this tool asks of it: in Python load it "
+                "yourself, and capture(model, inputs=[...]) or record(model, out=...)"
+            )
         return ModelError(
             f"cannot load {source!r}: {first_line(error, most=300)}",
             where=type(error).__name__,
-            hint="its files are damaged, or for another version of transformers; download it again",
+            hint=hint,
         )
     return ModelError(
         f"cannot load {source!r}: {first_line(error, most=300)}",

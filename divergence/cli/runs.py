@@ -263,6 +263,7 @@ def env(*, device: str = DEVICE, output: Output) -> None:
     from divergence.recording.machine import collect_environment
     from divergence.report.environment import machine_document
 
-    environment = collect_environment(device)
+    with progress_bars(quiet=output.silent):  # a driver may take long to answer
+        environment = collect_environment(device)
     document = machine_document(environment, brief=output.quiet)
     show_document(document, output, json=lambda: answer_json(environment=environment))

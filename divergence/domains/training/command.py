@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from divergence.cli.answers import exit_with, show_document
+from divergence.cli.answers import exit_with, progress_bars, show_document
 from divergence.document import Column, Document, Headline, Section, Table, each_in, named
 from divergence.domains.training.result import CurveDiff, LossReport
 from divergence.options.commands import Output
@@ -22,7 +22,8 @@ def compare(
     """Compares both curves, and shows the answer."""
     from divergence.domains.training.judging import compare_losses
 
-    report = compare_losses(reference, candidate, warmup_steps=warmup_steps)
+    with progress_bars(quiet=output.silent):
+        report = compare_losses(reference, candidate, warmup_steps=warmup_steps)
     show_document(losses_document(report), output, json=partial(report.to_json, indent=2))
     if exit_code:
         exit_with(EXIT_CODES[report.verdict.kind])

@@ -123,6 +123,12 @@ def _examples(path: Path) -> list[_Example]:
                 num_of_pads=sum(label is not None for label in outside),
             )
         )
+    if not examples:
+        raise PromptError(
+            "it holds no example",
+            where=str(path),
+            hint="JSON lines in a file that ends in .jsonl or .json, and is not compressed",
+        )
     return examples
 
 

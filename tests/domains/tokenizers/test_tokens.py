@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 
@@ -315,6 +316,14 @@ def test_small_examples_are_told_as_what_they_are(own, other, text, tmp_path, in
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line), encoding="utf-8")
     answer = json.loads(invoke("tokens", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--json")[1])
     assert answer["num_equal"] == 0 and text in " ".join(each["text"] for each in answer["causes"])
+
+
+def test_compressed_examples_are_named_as_such(tmp_path, invoke):
+    """They are not counted as none."""
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    code, _, err = invoke("tokens", tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz")
+    assert code == 2 and "b.jsonl.gz" in err and "not compressed" in err
 
 
 def test_what_is_no_file_of_examples_says_so(original, tmp_path):

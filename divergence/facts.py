@@ -105,8 +105,8 @@ def plain(text: str, **values: Any) -> Fact:
     return Fact(code="plain", values={"text": text, **values})
 
 
-def apart(facts: Sequence[Fact]) -> list[Fact]:
-    """The facts as one, with semicolons between them; none of none."""
+def in_one(facts: Sequence[Fact]) -> list[Fact]:
+    """Joins facts into one, with semicolons between them; an empty list stays empty."""
     return list(facts) if len(facts) < 2 else [fact("several", facts=facts)]
 
 

@@ -65,7 +65,7 @@ def compare(
         "--model PATH", "Where this machine has the model, for --explain-token.", "Explain"
     ),
     exit_code: bool = option(
-        "--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.", default=False
+        "--exit-code", "Exit 1 if the runs diverge, 2 without a verdict.", default=False
     ),
     every: bool = option("--all", "Every site, nothing left out.", OUTPUT, default=False),
     csv: Path | None = option(
@@ -205,7 +205,7 @@ def compare(
         from divergence.fleet.many import compare_many
 
         with shared_with_ranks(device) as measuring, progress_bars(quiet=output.silent) as progress:
-            if measuring is None:
+            if measuring is None:  # a rank of torchrun that only helps: the first one reports
                 return
             matrix = compare_many(
                 reference,
@@ -226,12 +226,12 @@ def compare(
             codes = {2 if row.problem is not None else 0 for row in matrix.rows}
         exit_with(1 if 1 in codes else max(codes, default=0))
 
-    from divergence.comparison.api import compare
+    from divergence.comparison.api import compare as compare_runs
 
     with shared_with_ranks(device) as measuring, progress_bars(quiet=output.silent) as progress:
-        if measuring is None:
+        if measuring is None:  # as above
             return
-        report = compare(reference, candidate, device=measuring, progress=progress, **options)
+        report = compare_runs(reference, candidate, device=measuring, progress=progress, **options)
         if explain_token and candidate is not None:
             from divergence.experiments.explain import explain_token as explain
 

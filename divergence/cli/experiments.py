@@ -87,7 +87,7 @@ def diff(
     ),
     trust_remote_code: bool = TRUST,
     exit_code: bool = option(
-        "--exit-code", "Exit 1 if the sides diverge, 2 if none can tell.", default=False
+        "--exit-code", "Exit 1 if the sides diverge, 2 without a verdict.", default=False
     ),
     fresh: bool = option(
         "--fresh", "Capture all anew, also what an earlier diff has made.", default=False

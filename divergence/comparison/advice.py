@@ -30,7 +30,7 @@ _ON_CANDIDATE = fact("on_machine", side="candidate")
 
 
 class Advice:
-    """Prints commands for one pair of runs."""
+    """Makes commands for one pair of runs."""
 
     def __init__(self, reference: Run, candidate: Run, truth: Run | None = None) -> None:
         self._a, self._b = str(reference.path), str(candidate.path)

@@ -37,7 +37,7 @@ from divergence.comparison.result import (
     TokensResult,
 )
 from divergence.errors import ConfigError, IncomparableError
-from divergence.facts import Fact, apart, fact, plain, sentence
+from divergence.facts import Fact, fact, in_one, plain, sentence
 from divergence.numerics.formats import format_named
 from divergence.run.contents import call_passes, records_at, site_names
 from divergence.run.manifest import Manifest, ModuleNote
@@ -68,7 +68,7 @@ def opened(run: str | Path | Run) -> Run:
 
 def opened_truth(run: str | Path | Run) -> Run:
     """The truth that ``run`` is, or else the one that it carries, its ranks' tensors put together.
-    What it is no truth for is told by who judges by it."""
+    The caller checks that it fits the runs."""
     run = opened(run)
     return run if run.manifest.settings.compute_dtype is not None else own_truth(run) or run
 
@@ -362,8 +362,8 @@ Kind = Literal["tensor", "operator", "weight", "whole", "truth"]
 
 def kinds_of(run: Run) -> Callable[[Record], Kind]:
     """Return what a record of the run is, and with that how it is compared: an ``operator``'s by
-    its place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
-    replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
+    its place in the sequence of calls, which may differ (comparison.calls); a ``weight``, stored
+    for replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
     (comparison.within); a ``truth``, or its floor, with nothing: both sides are held against it;
     any other ``tensor`` with the one at the same site.
 
@@ -537,8 +537,9 @@ def _prefixes(site: str) -> list[str]:
 # can be compared with a run of single prompts. Forwards are comparable while both sides had been
 # fed the same tokens.
 #
-# Operators are matched elsewhere (calls.match). A replay holds nothing else: its operators each
-# got the inputs that its source recorded, so the source and other replays of it are its partners.
+# Operators are matched elsewhere (comparison.calls). A replay holds nothing else: its operators
+# each got the inputs that its source recorded, so the source and other replays of it are its
+# partners.
 
 REPLAYED = "replayed"
 
@@ -812,7 +813,7 @@ class _Row:
             pass_=self.pass_,
             what=self.what,
             num_reference=total,
-            ways=apart(self.ways),
+            ways=in_one(self.ways),
             why=self.why,
             **cast(dict[str, Any], {"num_compared": 0, **counts}),
         )
@@ -985,7 +986,7 @@ class _Ledger:
                 self._lack(row, record.coordinates, reason)
 
     def operators(self) -> None:
-        """Counts operators by module and forward: the calls may differ (calls.match)."""
+        """Counts operators by module and forward: the calls may differ (comparison.calls)."""
         lone = set()
         if self._operators is not None:
             lone = {call.site for call in self._operators.unmatched if call.side == "reference"}

@@ -95,7 +95,7 @@ class Measured:
     preflight: Sequence[PreflightLine] = ()
     thresholds: Thresholds = THRESHOLDS
     advice: Advice
-    """Prints commands for these runs."""
+    """Makes commands for these runs."""
     tokens: TokensResult | None = None
     operators: OperatorsResult | None = None
     """None unless both sides recorded operators."""

@@ -196,8 +196,8 @@ def measure_runs(
     are those of ``compare``. Raises IncomparableError where nothing is, UsageError for a truth of
     other runs.
     """
-    # sums of float32 round by their order, and what a training step clips or updates shares the
-    # errors of what it is given
+    # Inference in 16 bits alone: sums of float32 round by their order, and what a training step
+    # clips or updates shares the errors of what it is given.
     narrow = all(format_named(run.manifest.model.dtype).itemsize == 2 for run in (a, b))
     if narrow and not a.manifest.training.train and nothing_explains(a, b, lines):
         thresholds = thresholds.of_one_machine

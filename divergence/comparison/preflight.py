@@ -15,7 +15,7 @@ import numpy as np
 from divergence.comparison.align import NameMap, find_prefix
 from divergence.comparison.judge import SHARP, SUMS_EQUAL, SUMS_MOVED, TABLES_NEAR, WEIGHTS_NEAR
 from divergence.comparison.result import PreflightLine, PreflightStatus
-from divergence.facts import Fact, apart, fact, sentence
+from divergence.facts import Fact, fact, in_one, sentence
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
@@ -194,7 +194,7 @@ def _same(
         status=status or ("same" if same else "differs"),
         reference=a,
         candidate=b,
-        details=apart([item for item in details if item is not None]),
+        details=in_one([item for item in details if item is not None]),
     )
 
 
@@ -805,10 +805,11 @@ def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_stated(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Lists the numbers that B's modules hold against both configurations, which are one: A's value
-    stands there, by its name or as what is no 0, 1 or whole number, which stand there for much
-    else, or is 1/√ of what does (the scale of attention); and B's does not, nor is it 1/√ of a
-    quotient."""
+    """Lists the numbers whose value is in the configuration, which both share, on A and not on B.
+
+    A's value is in it under its own key; as any float but 0 and ±1, which stand there for much
+    else; or as 1/√n of an integer n there (the scale of attention). B's is in it in the same ways,
+    and as 1/√ of a quotient of two integers."""
     numbers = _even_numbers(a, b, block)
     if not numbers or a.model.config_digest != b.model.config_digest:
         return []
@@ -827,8 +828,8 @@ def numbers_stated(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def _even_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Lists the numbers that differ, but for B's own where its modules hold A's but for some of
-    them, and A's hold it all: those are odd on B."""
+    """Lists the numbers that differ, without those where only some of B's modules differ and all of
+    A's are alike: these are odd on B."""
 
     def is_odd_on_b(item: Fact) -> bool:
         own = a.model.code[item["name"]].attributes[item["key"]]

@@ -1039,7 +1039,7 @@ class AuditResult(msgspec.Struct, Worded, frozen=True, kw_only=True):
     notes: list[str] = []
 
 
-# What a Report says of tokens, as typed data; divergence.comparison.result holds the rest.
+# What a Report says of tokens, as typed data.
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -182,8 +182,8 @@ def _called(kind: VerdictKind) -> Fact:
 
 
 def _inputs(report: Report) -> Iterator[Failure]:
-    """A run that was made like another golden shows nothing of what its blocks do in equal inputs,
-    and free passes alone hide what the next golden is for."""
+    """Refuses a run that was captured like another golden: no anchored pass compares it with this
+    one, and free passes alone are not enough for a gate."""
     golden, other = report.reference, report.candidate.anchored_to
     compared = any(row.pass_ == "anchored" and row.num_compared for row in report.coverage.passes)
     if other is not None and other != golden.id and not compared:

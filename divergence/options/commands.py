@@ -86,7 +86,7 @@ class CompareOptions(Options):
     floor: Sequence[str] = FLOOR_RUNS
     layers: Sequence[str] = option(
         "--layers RUN",
-        "For a side that holds log-probabilities alone: a run of it with layers; repeatable.",
+        "A run with layers of a side that holds log-probabilities alone; repeatable.",
         default=(),
     )
     name_map: Path | None = NAME_MAP

@@ -568,7 +568,7 @@ class Capture:
             # first.
             self.media.write(writer)
             for planned in self.passes:
-                self._make(planned, writer)
+                self._run_pass(planned, writer)
             if request.substitutes and not self._num_substituted:
                 self._note("no operator was met whose result was to be replaced")
             # 3. What the machine did while they ran.
@@ -582,7 +582,7 @@ class Capture:
             # first one's.
             if request.repeat > 1:
                 repeatability = Repeatability(num_runs=request.repeat)
-                sink = RepeatSink(self._own(writer), repeatability)
+                sink = RepeatSink(self._reopened(writer), repeatability)
                 for number in range(1, request.repeat):
                     self.on_progress("repeat", number, request.repeat - 1, "")
                     self._forwards(self._recorder(sink, self.passes[0]), self.passes[0], again=True)
@@ -603,7 +603,7 @@ class Capture:
 
     # --- one pass -------------------------------------------------------------------------------
 
-    def _make(
+    def _run_pass(
         self,
         planned: Pass,
         writer: RunWriter,
@@ -619,7 +619,7 @@ class Capture:
         anchor: Anchor | None = None
         if planned.anchored_to is not None:
             like = self.request.like if planned.anchored_to == "like" else None
-            inputs = like or own or self._own(writer)
+            inputs = like or own or self._reopened(writer)
             if like is None and planned.name == "escalated":
                 reason = why_not_anchored(inputs, self.notes)
                 if reason is not None:
@@ -816,7 +816,7 @@ class Capture:
             on_block=advance if by_block else None,
         )
 
-    def _own(self, writer: RunWriter) -> Run:
+    def _reopened(self, writer: RunWriter) -> Run:
         """Open what this capture (this rank of it) has written so far."""
         own = own_part(Run.open(writer.flush()), 0 if self.ranks is None else self.ranks.rank)
         own.set_fallback(self.request.like)
@@ -857,7 +857,7 @@ class Capture:
             # Where the inputs come from: this run, or, where it keeps no bytes, the free pass once
             # more.
             if request.store == "full":
-                own = self._own(writer)
+                own = self._reopened(writer)
                 stack.callback(own.close)
             else:
                 writer.flush()
@@ -902,7 +902,7 @@ class Capture:
                     allowances.append(Allowance(seconds, lengths))
                     manifest.plan.passes += [planned.name] * keeps
                     sink = None if planned.anchored_to is None else sums
-                    self._make(planned, writer, sink=sink, own=own, allowance=allowances[-1])
+                    self._run_pass(planned, writer, sink=sink, own=own, allowance=allowances[-1])
             except ModelError as error:
                 stopped_by = error.message
                 self._note(f"the truth was not finished: {error.message}")

@@ -16,7 +16,8 @@ starts a copy and goes on; nothing on the compute stream waits for it:
 The clone stays alive until that event, so its memory goes to no other operator meanwhile, and
 torch's allocator needs not know of the second stream. Clones wait in at most ``max_bytes`` of
 device memory; beyond that the hook waits for the oldest copy. Tests run this on a simulated
-accelerator whose kernels and copies are late (tests/device); it has not run on a real one yet.
+accelerator whose kernels and copies are late (tests/device); captures have run on an NVIDIA H100
+(docs/devices.md).
 
 Digests, statistics and projections are computed on the tensor's device and stream, without a copy
 or a wait in the hook. The writer's thread fetches them in batches (run.writer.Reducer).

@@ -129,7 +129,7 @@ def resolve_request(
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
     if options.truth not in (None, "auto", "full", "floor", "no"):
         raise UsageError(f"--truth {options.truth}: unknown", hint="auto, full, floor or no")
-    options = padded_right_alone(options, like)
+    options = check_pad_right(options, like)
     if options.batches is not None:
         options = replace(options, batch=True)
     if options.hooks is False:  # nothing is seen but what the model returns
@@ -163,9 +163,9 @@ def resolve_request(
     }
     name = None if model is None else str(model)
     if like is not None:
-        decided |= _like(like, name, options)
+        decided |= _decided_by(like, name, options)
     else:
-        decided |= _fresh(name, options, stepping=stepping)
+        decided |= _decided_anew(name, options, stepping=stepping)
     request = Request(**{**vars(options), **decided})
     if request.hooks:
         return request
@@ -173,8 +173,9 @@ def resolve_request(
     return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
 
 
-def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOptions:
-    """Leave a causal language model the prefill alone, since nothing goes on behind pads."""
+def check_pad_right(options: CaptureOptions, like: Run | None) -> CaptureOptions:
+    """Refuses what does not go with --pad-right; a causal model then makes the prefill alone, since
+    nothing goes on behind pads."""
     if not options.pad_right:
         return options
     if like is None or options.pad_left:
@@ -200,7 +201,7 @@ def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOpti
     return replace(options, max_new_tokens=min(num, 1))
 
 
-def _fresh(model: str | None, options: CaptureOptions, *, stepping: bool) -> dict[str, Any]:
+def _decided_anew(model: str | None, options: CaptureOptions, *, stepping: bool) -> dict[str, Any]:
     """Decide what is open where no run is repeated."""
     if model is None:
         raise UsageError(
@@ -229,7 +230,7 @@ def _fresh(model: str | None, options: CaptureOptions, *, stepping: bool) -> dic
     }
 
 
-def _like(like: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
+def _decided_by(like: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
     """Merge what the recorded run decides and what the caller overrides: each option that says
     where the manifest holds it is taken from there."""
     if options.prompts or options.prompts_file or options.chat:

@@ -129,18 +129,18 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
     hint = _hint(report, rest, more)
-    hint_text = [*_runs(report), *whole.known]
+    settings = [*_runs(report), *whole.known]
     body: list[Block] = []
     if isinstance(worst, Table):
         body = [worst]
         if not more.startswith("divergence "):
             body, hint = [dataclasses.replace(worst, detail=f"more: {hint[0].text}")], []
     else:
-        hint_text += worst
+        settings += worst
     if more.startswith("divergence "):  # a command stands on a line of its own
         body += [dataclasses.replace(item, label="", hang=0) for item in hint]
     else:
-        hint_text += hint
+        settings += hint
     answer, commands = [*whole.headline.facts, *why], verdict.commands[:1]
     if is_quiet(report):  # what raises the confidence stands below it
         place_of = [fact.label for fact in answer].index("confidence") + 1
@@ -149,7 +149,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
         ]
     return Document(
         headline=dataclasses.replace(whole.headline, facts=answer),
-        known=hint_text,
+        known=settings,
         sections=[Section(body=body)],
         next=[] if is_quiet(report) else [command.alone for command in commands],
     )

@@ -53,13 +53,13 @@ def document(
     made = analysis_sections(report, every=every, background=background)
     # on a page what was compared comes before the others, which keep the terminal's order
     main = ("blocks", *analysis.whole_places())
-    first = sorted(made, key=lambda name: page and name not in main)
+    names = sorted(made, key=lambda name: page and name not in main)
     settings = _settings_sections(report.preflight, verbose=verbose or page)
     texts = [*report.notes, *(() if background is None else background.notes)]
     notes = [Sentence(text, "note", indent=0, hang=6) for text in texts]
     sections = [
         *(() if page else settings),
-        *chain.from_iterable(made[name] for name in first),
+        *chain.from_iterable(made[name] for name in names),
         *(settings if page else ()),
         *(() if background is None else (*_made(background), *_findings(report))),
         *_coverage(report, full=verbose or page),

@@ -72,6 +72,8 @@ from divergence.words import SIDES, Side, SideOrBoth, grouped, other_side
 
 
 def find_nonfinite(measured: Measured) -> Finding | None:
+    """Claims nan and inf at other places, or with other signs; the first place in order of
+    execution. None where there are none."""
     sites = [site for site in measured.sites if site.nonfinite is not None]
     if not sites:
         return None
@@ -243,6 +245,7 @@ def judged_units(measured: Measured) -> JudgedUnits:
 
 
 def limits_used(measured: Measured) -> Shown:
+    """Maps (pass, site, phase) to the largest share of a limit that is used there."""
     return {
         (unit.pass_, unit.site, unit.phase): max(unit.shown, unit.limit_usage if unit.why else 0.0)
         for unit in judged_units(measured).units
@@ -336,10 +339,12 @@ def _equal(measured: Measured, shared: Sequence[Unit], num_compared: int) -> Fin
 
 
 def _only_rounds(measured: Measured) -> dict[int, int]:
-    """Counts, by sample, in how many first forwards every block, and what stands beside, was given
-    equal inputs, and makes no error beyond rounding in the free runs, in which it is allowed to
-    enlarge what comes in, and that of a single token once more; the anchored pass is known to only
-    round."""
+    """Counts, by sample, how many forwards from the first on only round; the anchored pass is known
+    to.
+
+    In such a forward every block and trunk module was measured in the anchored pass, and none is
+    beyond its limit in the free pass, where a single token may use up to ``free_gain`` times its
+    limit. Samples whose anchored pass is equal bit for bit are left out."""
     free = build_units(measured.sites, "free")
     off: set[PromptStep] = set()
     for unit in flag_units(free, routed=measured.routed, thresholds=measured.thresholds):

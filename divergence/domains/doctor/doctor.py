@@ -48,7 +48,7 @@ from divergence.domains.doctor.result import (
     RungName,
 )
 from divergence.errors import IncomparableError, UsageError
-from divergence.facts import Fact, apart, fact, has, plain, sentence, worded
+from divergence.facts import Fact, fact, has, in_one, plain, sentence, worded
 from divergence.run.command import command_line
 from divergence.run.contents import records_at
 from divergence.run.manifest import Manifest
@@ -372,7 +372,7 @@ def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
         if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
     ]
     if blocking:
-        return "fail", apart(
+        return "fail", in_one(
             [
                 item
                 for blocker in blocking
@@ -510,7 +510,7 @@ def points_of(pair: CheckedPair) -> list[Point]:
 
 def _settle_weights(pair: CheckedPair) -> Said:
     (same, how), (state, details) = precision(pair), weights(pair)
-    return worst(same, state), apart([how, *details]), False
+    return worst(same, state), in_one([how, *details]), False
 
 
 def _greedy(pair: CheckedPair) -> Said:
@@ -824,7 +824,7 @@ def _weights(pair: CheckedPair) -> Said:
     """Other values make another computation. Another precision of the same values is allowed for
     in every limit, so it explains what is within them."""
     (state, details), (same, how) = weights(pair), precision(pair)
-    evidence = apart([how, *details])
+    evidence = in_one([how, *details])
     if state == "fail":
         return "fail", evidence, True
     verdict = pair.verdict

@@ -458,7 +458,7 @@ def capture_flips(
 #     of a generated answer  the first token where both runs' greedy choices part
 #
 # and the margin, in nats, is the difference of both tokens' log-probabilities. By the limit L that
-# flips.py has for the runs' dtype a flip is
+# numerics.floor has for the runs' dtype a flip is
 #
 #     a real shift    the margin falls by more than L, from no less than -L in A's run to no more
 #                     than L in B's

@@ -21,7 +21,7 @@ from divergence.comparison.preflight import match_parameters, related
 from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
 from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
 from divergence.domains.weights.fused import FusedRows, find_layout
-from divergence.domains.weights.naming import IN_GROUPS, apart, renamed, wanted_of
+from divergence.domains.weights.naming import IN_GROUPS, renamed, split_experts, wanted_of
 from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
 from divergence.errors import UsageError
@@ -74,7 +74,7 @@ def compare_weights(
         )
     a, names_a, program_a = renamed(a)
     b, names_b, program_b = renamed(b)
-    a, b = apart(a, b), apart(b, a)
+    a, b = split_experts(a, b), split_experts(b, a)
     pairs, facts = _matched(a, b)
     facts += [
         fact("weights.program", side=side, program=program)
@@ -108,6 +108,7 @@ def compare_weights(
         if how.name != "equal" and None not in adapters:
             how = product_relation(*values) or how
         elif how.name != "equal":
+            # an adapter is held against the other side's values
             for adapter, own, value in zip(adapters, (name, other), values[::-1], strict=True):
                 if adapter is not None and own in adapter.products:
                     how = merged_relation(adapter, own, value) or how

@@ -91,8 +91,8 @@ def renamed(weights: StoredWeights) -> tuple[StoredWeights, dict[str, str], str 
     return weights, {}, None
 
 
-def apart(weights: StoredWeights, other: StoredWeights) -> StoredWeights:
-    """With each expert's matrix by itself, where the other side has them so."""
+def split_experts(weights: StoredWeights, other: StoredWeights) -> StoredWeights:
+    """Gives each expert its own matrix, where the other side has them so."""
     if not any(re.search(r"\.experts\.\d+\.", name) for name in other.tensors):
         return weights
     tensors: dict[str, Stored] = {}

@@ -185,8 +185,11 @@ def _reordered(x: torch.Tensor, y: torch.Tensor) -> Relation | None:
         shapes: dict[str, Any] = {"reference": list(x.shape), "candidate": list(y.shape)}
         # whoever loads it takes it as it is: no shape tells that it was turned
         return Relation("transposed", False, fact("weights.transposed", **shapes, rest=None))
-    for what, own, other in (("rows", x, y), ("columns", x.T, y.T) if x.ndim == 2 else ("", x, x)):
-        first, second = row_digests(own), row_digests(other) if what else []
+    axes = [("rows", x, y)]
+    if x.ndim == 2:
+        axes.append(("columns", x.T, y.T))
+    for what, own, other in axes:
+        first, second = row_digests(own), row_digests(other)
         if Counter(first) != Counter(second):
             continue
         places = {digest: number for number, digest in enumerate(first)}
@@ -265,6 +268,7 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
         constant = _shortest(constant, 4 * math.sqrt(rounding) / x.numel())
         return Relation("shifted", False, fact("weights.shifted", constant=constant))
     if error**2 <= rounding:
+        # no format holds both: other weights, if hardly
         return Relation("rounding", False, fact("weights.rounding", percent=share))
     is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and cosine < _ALIKE
     if is_square and float((x.T * y).sum()) > _ALIKE * norm * other:

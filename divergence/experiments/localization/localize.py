@@ -51,7 +51,7 @@ from divergence.comparison.result import (
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, Level, Localization, OwnError, is_right_alone
-from divergence.facts import Fact, apart, fact, sentence, worded
+from divergence.facts import Fact, fact, in_one, sentence, worded
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
@@ -101,7 +101,7 @@ def localize(
     some of this pair; those of another pair are refused, or removed with ``force``.
 
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
-    what capture, reference and compare raise.
+    what ``capture``, ``truth`` and ``compare`` raise.
     """
     # the two runs, if they can be gone into
     a, b = (opened(run) for run in (reference, candidate))
@@ -153,7 +153,7 @@ def localize(
     )
     done = _descend(done, maker, a, b, truth=truth, block=block)
     if maker.refusals and done.operator is None:
-        done = replace(done, refused=True, obstacles=apart(list(dict.fromkeys(maker.refusals))))
+        done = replace(done, refused=True, obstacles=in_one(list(dict.fromkeys(maker.refusals))))
     elsewhere = [
         item for number, item in enumerate(maker.commands) if item not in maker.commands[:number]
     ]
@@ -269,7 +269,7 @@ def _descend(
             calls.append(fact("experiments.side_calls", side=side, sites=sites))
     if calls:
         obstacles.append(fact("experiments.only_one_side_calls", calls=calls))
-    return replace(done, obstacles=apart(obstacles))
+    return replace(done, obstacles=in_one(obstacles))
 
 
 def _choose(report: Report, block: str | None) -> tuple[str | None, Fact | None]:
@@ -528,7 +528,7 @@ def _by_both_codes(
     num_compared, first = disagreement(truth, other, inside=goal.block)
     if num_compared == 0:
         return BlamedSide(doubt=fact("experiments.no_common_site"))
-    if first is None or _is_small(truth, other, made["candidate"], output):
+    if first is None or _code_differs_little(truth, other, made["candidate"], output):
         return BlamedSide(side="candidate")
     manifests = made["reference"].manifest, made["candidate"].manifest
     doubt = doubt_of_code(*manifests, goal.block)
@@ -539,8 +539,9 @@ def _by_both_codes(
     )
 
 
-def _is_small(truth: Run, other: Run, run: Run, output: str) -> bool:
-    """Is the candidate's error at the block's ``output`` far beyond what the codes differ by?"""
+def _code_differs_little(truth: Run, other: Run, run: Run, output: str) -> bool:
+    """Do the two sides' codes differ at the block's ``output`` by at most a tenth of the
+    candidate's error?"""
     errors, differ = 0.0, 0.0
     for record in truth.records:
         if record.pass_ != "anchored" or record.site != output:
@@ -607,8 +608,9 @@ def prove(
         flagged = site.flagged and site.pass_ != "free" and site.block == first.block
         # where every block of a kind has the fault, the one that is free of it now stands out among
         # its siblings, and is flagged for being right
-        is_off, limits = True, THRESHOLDS
+        is_off = True
         if site.truth is not None:
+            limits = THRESHOLDS  # a caller's are for the comparison, not for its proof
             questions = [(site.truth.w_median, limits.operator)]
             num_rows, width = math.prod(site.shape[:-1]), site.shape[-1] if site.shape else 1
             far = functools.partial(farthest, num_rows + width)

@@ -50,7 +50,7 @@ INSIDE = {
         domains.logprobs.endpoints.client domains.scores.formats.lm_eval
         domains.training.recording.step experiments.diff experiments.localization.machine
         experiments.selfcheck experiments.selftest recording.api recording.engines.load
-        recording.engines.many_steps recording.hooks recording.keeper recording.machine
+        recording.engines.many_steps recording.forwards recording.keeper recording.machine
         recording.passes recording.processes recording.widening run.remote run.storage
         run.target""",
 }

@@ -30,9 +30,9 @@ from divergence.options.commands import CaptureOptions
 from divergence.recording.dispatch import argument_names, input_leaves
 from divergence.recording.engines.derived import derived_state, note_changes
 from divergence.recording.engines.identity import configured, usual_dtype
-from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
+from divergence.recording.recorder import Recorder
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import describe_modules
 from divergence.run.manifest import (

@@ -68,7 +68,7 @@ from divergence.recording.engines.engine import (
 from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
 from divergence.recording.engines.many_steps import Allowance, Enough, ManySteps
 from divergence.recording.engines.media import Media
-from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, steps_joined
+from divergence.recording.forwards import USUAL, Anchor, Forwards, Sink, steps_joined
 from divergence.recording.keeper import (
     BufferKeeper,
     DigestKeeper,
@@ -82,7 +82,6 @@ from divergence.recording.machine import (
     deterministic_settings,
     resolve_device,
 )
-from divergence.recording.modules import Recorder
 from divergence.recording.new_run import check_output, probed, provenance, unlike
 from divergence.recording.passes import (
     FloorSink,
@@ -109,6 +108,7 @@ from divergence.recording.prompts import (
     tokenize,
 )
 from divergence.recording.ranks import Division, LocalKeeper
+from divergence.recording.recorder import Recorder
 from divergence.recording.request import Request, line_of_taken, plain_arguments, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.structure import (

@@ -39,7 +39,7 @@ from divergence.numerics.sketches import folds_of
 from divergence.recording.engines.engine import DEFAULT as TRANSFORMERS
 from divergence.recording.engines.engine import GroupStep, Session
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks import Sink
+from divergence.recording.forwards import Sink
 from divergence.recording.machine import free_bytes
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected

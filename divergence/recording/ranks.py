@@ -14,11 +14,11 @@ from divergence.errors import ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketches import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, tensor_plan
-from divergence.recording.hooks import Sink
+from divergence.recording.forwards import Sink
 from divergence.recording.keeper import ShapeKeeper
-from divergence.recording.modules import Recorder
 from divergence.recording.plant import Plant
 from divergence.recording.processes import Ranks
+from divergence.recording.recorder import Recorder
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, step_selected
 from divergence.recording.structure import inside, output_paths

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks import patched
+from divergence.recording.forwards import patched
 from divergence.run.manifest import ModuleNote, ModuleRole
 from divergence.run.site import ROOT, escape_path
 from divergence.run.writer import RunWriter

@@ -8,8 +8,8 @@ from torch import nn
 
 from divergence import capture
 from divergence.errors import PlantError
-from divergence.recording.modules import Recorder
 from divergence.recording.plant import parse_plant
+from divergence.recording.recorder import Recorder
 from divergence.recording.structure import describe_modules
 
 PROMPT = "The harbour was quiet in the early morning."

@@ -36,7 +36,7 @@ from divergence.recording.engines.engine import (
 )
 from divergence.recording.engines.load import LoadedModel, Loading, load_tokenizer, resolve_task
 from divergence.recording.engines.sessions import TorchSession, blocks_of
-from divergence.recording.modules import Recorder
+from divergence.recording.recorder import Recorder
 from divergence.recording.structure import describe_modules
 from divergence.run.manifest import EngineNote, ModelIdentity, ModuleNote, SampleTokens
 from divergence.run.record import expanded

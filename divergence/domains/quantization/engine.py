@@ -38,7 +38,7 @@ from divergence.errors import UsageError
 from divergence.recording.engines.engine import EngineOptions, run_group
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.hooks import patched
+from divergence.recording.forwards import patched
 from divergence.run.manifest import (
     Calibration,
     EngineNote,

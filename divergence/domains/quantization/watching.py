@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from divergence.recording.hooks import patched
+from divergence.recording.forwards import patched
 from divergence.run.site import CODES, HEAD_CODES, escape_path
 
 Seen = Callable[[str, str, torch.Tensor, torch.Tensor], torch.Tensor | None]

@@ -28,7 +28,7 @@ from divergence.facts import Fact, Worded, fact, with_sentences
 from divergence.options.commands import link_rate
 from divergence.options.option import given_fields, group_of
 from divergence.recording.engines.load import LoadedModel, tensor_plan
-from divergence.recording.hooks import swapped
+from divergence.recording.forwards import swapped
 from divergence.recording.processes import parse_mesh
 from divergence.recording.request import Request
 from divergence.recording.structure import describe_modules

@@ -33,9 +33,9 @@ from divergence.recording.engines.engine import (
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel, Loading, empty_model
 from divergence.recording.engines.sessions import TorchSession
-from divergence.recording.hooks import patched
+from divergence.recording.forwards import patched
 from divergence.recording.keeper import CopyKeeper
-from divergence.recording.modules import Lane, Recorder
+from divergence.recording.recorder import Lane, Recorder
 from divergence.recording.structure import describe_modules, output_paths, routing_modules
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import command_line

@@ -17,10 +17,10 @@ import torch
 from divergence.domain import own_domains, placed
 from divergence.errors import ModelError, UsageError
 from divergence.recording.engines.load import LoadedModel, Loading
-from divergence.recording.hooks import patched
+from divergence.recording.forwards import patched
 from divergence.recording.machine import free_bytes
-from divergence.recording.modules import Recorder
 from divergence.recording.processes import Ranks
+from divergence.recording.recorder import Recorder
 from divergence.run.manifest import (
     EngineNote,
     EngineValue,

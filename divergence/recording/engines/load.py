@@ -21,7 +21,7 @@ from divergence.errors import DivergenceError, ModelError, UsageError, first_lin
 from divergence.numerics.formats import format_named
 from divergence.outside import MAX_LINE_BYTES, is_plain, json_value, read_bytes
 from divergence.recording.engines.hub import must_lie_here
-from divergence.recording.hooks import USUAL, Forwards, patched
+from divergence.recording.forwards import USUAL, Forwards, patched
 from divergence.recording.machine import accelerator_type
 from divergence.recording.processes import Ranks
 from divergence.run.command import command_line

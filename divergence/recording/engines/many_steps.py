@@ -31,8 +31,8 @@ from divergence.recording.engines.engine import (
     inputs,
 )
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks import Anchor
-from divergence.recording.modules import Recorder
+from divergence.recording.forwards import Anchor
+from divergence.recording.recorder import Recorder
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import SampleTokens
 

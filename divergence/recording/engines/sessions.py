@@ -23,7 +23,7 @@ from divergence.recording.engines.engine import (
 )
 from divergence.recording.engines.identity import identify, without_home
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
-from divergence.recording.modules import Recorder
+from divergence.recording.recorder import Recorder
 from divergence.recording.structure import describe_modules
 from divergence.run.manifest import (
     EngineNote,

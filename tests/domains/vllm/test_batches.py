@@ -10,7 +10,7 @@ import torch
 
 from divergence.domains.vllm.engine import Gathered, PromptTokens, alone, forward_of
 from divergence.errors import ModelError
-from divergence.recording.hooks import Sink
+from divergence.recording.forwards import Sink
 from divergence.recording.prompts import group_samples
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import SampleTokens

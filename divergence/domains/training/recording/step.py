@@ -43,9 +43,9 @@ from divergence.recording.engines.engine import (
     inputs,
 )
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks import swapped
-from divergence.recording.modules import Args, Hook, Kwargs, Recorder
+from divergence.recording.forwards import swapped
 from divergence.recording.prompts import check_labels
+from divergence.recording.recorder import Args, Hook, Kwargs, Recorder
 from divergence.recording.structure import hooked, inside
 from divergence.run.captured import CapturedTensor
 from divergence.run.contents import num_labels

@@ -1,4 +1,4 @@
-"""Hooks: seeing every wanted tensor without changing a bit of the result.
+"""The recorder and its hooks: every wanted tensor is seen, no bit of the result changes.
 
 One pre-hook and one hook a module. Each calls a list of hooks: what puts a recorded input in place
 (anchored pass), what plants faults, what records, and those that an engine or a training step adds.
@@ -26,7 +26,7 @@ from divergence.recording.dispatch import (
     map_output,
     output_leaves,
 )
-from divergence.recording.hooks import USUAL, Anchor, Forwards, Sink, patched, steps_joined
+from divergence.recording.forwards import USUAL, Anchor, Forwards, Sink, patched, steps_joined
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.plant import FORWARDS, Plant, Substitute
 from divergence.recording.selection import narrowed, step_selected

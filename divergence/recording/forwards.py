@@ -1,4 +1,4 @@
-"""Hooks share these: patches of functions, forwards, and where tensors go."""
+"""What a recorder shares with what makes forwards: patches, forwards, where tensors go."""
 
 from __future__ import annotations
 

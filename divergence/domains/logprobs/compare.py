@@ -793,7 +793,8 @@ def _pattern_finding(
         return flipped
     doubts = [doubt for doubt in doubts_of(result, pairs, pattern, scale) if doubt.state != "met"]
     if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
-        return finding_of("identical", fact("logprobs.equal"), covered, *doubts)
+        equal = fact("logprobs.equal", partial=covered.state != "met")
+        return finding_of("identical", equal, covered, *doubts)
     if pattern.name == "positions":
         hidden = fact("logprobs.hides_experts", what=few_tokens, cause=rerouted)
         doubts.insert(0, check("experts", False, hidden))

@@ -54,7 +54,7 @@ SENTENCES = {
         " (beyond rounding in {num_beyond} of {num_prompts} prompts[[, all of them {order} than "
         "the others]])"
     ),
-    "equal": "all log-probabilities and tokens are equal",
+    "equal": ("all log-probabilities {partial:yes=that both sides tell|no=and tokens} are equal"),
     "within": (
         "mean |Δ log p| {mean:decimal} nats, no more than the {explained:decimal} ({source}) that "
         "rounding explains"

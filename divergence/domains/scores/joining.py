@@ -230,9 +230,7 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
             same=pairs.same_order,
         ),
     ]
-    if (tops := _other_units(pairs)) is not None:
-        units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
-        lines.append(_line("units", units, same=False, blocks=True))
+    lines += unit_lines(pairs.reference, pairs.candidate)
     if a.higher_is_better != b.higher_is_better:
         better = [
             sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
@@ -268,21 +266,26 @@ def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
     return lines
 
 
-def _other_units(pairs: Pairs) -> tuple[float, float] | None:
-    """Percent on one side and shares on the other, or another such scale, by the largest scores of
-    both: by what most documents show, else by these, where none is below 0."""
-    tops = [float(np.abs(side).max(initial=0.0)) for side in (pairs.reference, pairs.candidate)]
+def unit_lines(reference: np.ndarray, candidate: np.ndarray) -> list[PreflightLine]:
+    """Says that one side counts in percent and the other in shares, or in another such scale, by
+    the largest scores of both: by what most documents show, else by these, where none is below 0.
+    Of a score as a whole each side has one number."""
+    tops = [float(np.abs(side).max(initial=0.0)) for side in (reference, candidate)]
     least, most = sorted(tops)
-    below = min(pairs.reference.min(initial=0.0), pairs.candidate.min(initial=0.0)) < 0
-    rescaled = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= 20
-    both = (pairs.reference != 0) & (pairs.candidate != 0)
+    below = min(reference.min(initial=0.0), candidate.min(initial=0.0)) < 0
+    far = 20.0 if len(reference) > 1 else 1.0  # a mean of percent may be small
+    rescaled = not below and 0 < least <= 1 and 50 <= most / least <= 200 and most >= far
+    both = (reference != 0) & (candidate != 0)
     if not rescaled and int(both.sum()) > 1:
         # most are a hundred times the other side's, or ten times or more to the last digit
-        powers = np.log10(np.abs(pairs.candidate[both])) - np.log10(np.abs(pairs.reference[both]))
+        powers = np.log10(np.abs(candidate[both])) - np.log10(np.abs(reference[both]))
         middle = float(np.median(powers))
         exact = float(np.mean(np.abs(powers - middle) < _DIGITS)) > 0.5
         rescaled = 1.9 <= abs(middle) <= 2.1 or (exact and abs(middle) > 1 - _DIGITS)
-    return (tops[0], tops[1]) if rescaled else None
+    if not rescaled:
+        return []
+    units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
+    return [_line("units", units, same=False, blocks=True)]
 
 
 def _line(

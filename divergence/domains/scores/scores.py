@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from divergence._version import __version__
@@ -21,6 +22,7 @@ from divergence.domains.scores.joining import (
     pair,
     preflight,
     setting_lines,
+    unit_lines,
 )
 from divergence.domains.scores.judging import adjusted, gated, measured, unpaired
 from divergence.domains.scores.result import (
@@ -187,9 +189,10 @@ def _compared(
         series, pairs = paired[name]
         other = tasks_b[name]
         if series.total is not None or other.total is not None:
-            lines = setting_lines(series, other)
             scored = a if series.total is not None else b
             task = unpaired(series, other, bands, documents=FORMATS[scored.format].documents)
+            means = [np.array([score or 0.0]) for score in (task.reference, task.candidate)]
+            lines = [*setting_lines(series, other), *unit_lines(*means)]
             apart = [line for line in lines if line.status == "blocking"]
             if apart and not force:
                 task_scores.append(replace(_stopped(name, _other(apart)), preflight=lines))

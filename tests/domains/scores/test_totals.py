@@ -65,6 +65,20 @@ def test_small_differences_stay_undecided(tmp_path):
     assert only_task(other).verdict == "incomparable"
 
 
+def test_percent_against_shares_is_another_unit(tmp_path):
+    """The same 64% is no gain; --force compares them all the same."""
+    a, b = lm_eval(tmp_path / "a", 0.64), lm_eval(tmp_path / "b", 0.64)
+    (file,) = b.iterdir()
+    content = json.loads(file.read_text())
+    results = content["results"]["gsm8k"]
+    results |= {key: 100 * value for key, value in results.items() if key != "alias"}
+    file.write_text(json.dumps(content))
+    task = only_task(scores(a, b))
+    assert task.verdict == "incomparable"
+    assert "units" in scores(a, b).candidates[0].summary
+    assert only_task(scores(a, b, force=True)).verdict == "better"
+
+
 def evalscope(file, parts, *, name="gsm8k"):
     subsets = [
         {"name": part, "score": score, "num": num, "is_aggregate": aggregate}

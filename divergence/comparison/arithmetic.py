@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from divergence.comparison.analysis import is_of_machine
-from divergence.comparison.judge import POOR_ULP
+from divergence.comparison.constants import COARSE_ULPS
 from divergence.comparison.preflight import preflight
 from divergence.comparison.result import PreflightLine
 from divergence.facts import Fact, fact, sentence
@@ -189,7 +189,7 @@ def _format(item: ArithmeticFact) -> str:
 def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
     if a.probe == "ulp":
         worst = sorted(item.numbers.get("worst", 0.0) for item in (a, b))
-        return worst[1] > POOR_ULP >= worst[0]
+        return worst[1] > COARSE_ULPS >= worst[0]
     return a.probe in _PRECISION
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.judge import SAME_VALUE
+from divergence.comparison.constants import SAME_VALUE_DISTANCE
 from divergence.run.contents import call_passes
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record, other_scalars
@@ -397,7 +397,7 @@ class _Matcher:
             if set(places) == {"rewired"} and best.path != named:
                 continue  # nothing that it is given is the same
             unknown = set(places) == {"open"} and self._apart is not None and not is_copy(a)
-            if unknown and self._distance(a, best) > SAME_VALUE:
+            if unknown and self._distance(a, best) > SAME_VALUE_DISTANCE:
                 continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
                 fits_another = (
@@ -415,7 +415,7 @@ class _Matcher:
                     continue
                 self._add(a, best)
                 return True
-            near = [b for b, _ in fits if self._distance(a, b) <= SAME_VALUE]
+            near = [b for b, _ in fits if self._distance(a, b) <= SAME_VALUE_DISTANCE]
             if near:
                 self._add(a, min(near, key=lambda b: self._distance(a, b)))
                 return True
@@ -447,7 +447,7 @@ class _Matcher:
                 for index in reversed(range(end)):
                     b = candidates[index]
                     common = values & places.leaves(1, ("made", b.path))
-                    if common and self._distance(a, b) <= SAME_VALUE:
+                    if common and self._distance(a, b) <= SAME_VALUE_DISTANCE:
                         self._add(a, b, "value")
                         added, end = True, index
                         break
@@ -524,7 +524,7 @@ class _Matcher:
                 pairs = [(other, end) if side == 1 else (end, other) for end in ends]
                 here = self._distance(match.reference, match.candidate)
                 best = min(pairs, key=lambda pair: self._distance(*pair))
-                if self._distance(*best) < here and self._distance(*best) <= SAME_VALUE:
+                if self._distance(*best) < here and self._distance(*best) <= SAME_VALUE_DISTANCE:
                     self._replace(match, best)
                     break
 

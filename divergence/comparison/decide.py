@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from divergence.comparison.judge import FEWEST
+from divergence.comparison.constants import FEWEST_SIBLINGS
 from divergence.comparison.result import (
     Check,
     Finding,
@@ -378,7 +378,7 @@ def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
 
 def in_most(num: int, total: int) -> bool:
     """Is so much of a kind off that the kind is, and not one of it?"""
-    return num >= FEWEST and 2 * num > total
+    return num >= FEWEST_SIBLINGS and 2 * num > total
 
 
 def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool = True) -> Check:

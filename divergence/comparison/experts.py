@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align import Pair, Piece, piece_like
-from divergence.comparison.judge import RATE, ROUTER_TIE, WITNESSES
+from divergence.comparison.constants import FALSE_ALARM_RATE, FEWEST_WITNESSES, ROUTER_TIE_DISTANCE
 from divergence.comparison.result import SiteResult
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
@@ -51,7 +51,7 @@ class Flips:
             apart = np.abs(values - other).max(axis=-1)
             # sigmoids and softmaxes are flat at large logits: what is rounded there moves more
             slope = 1 / (1 + np.exp(np.abs(values).max(axis=-1)))
-            near = 2 * apart - tie(a) + ROUTER_TIE / slope
+            near = 2 * apart - tie(a) + ROUTER_TIE_DISTANCE / slope
             spread = 1.5 * _lower_median(np.abs(values - _lower_median(values)[:, None]))
             width = np.minimum(spread, values.std(axis=-1, ddof=1))
             # E logits lie around one boundary: their density is at most about E over their width
@@ -79,7 +79,7 @@ class Flips:
         count, expected = len(self.places), max(self.expected, 1e-30)
         return count > expected and (
             count - expected - count * math.log(count / expected)
-            < math.log(RATE / max(1, num_routers))
+            < math.log(FALSE_ALARM_RATE / max(1, num_routers))
         )
 
 
@@ -146,7 +146,7 @@ def explained_choices(
         witnesses += [lead for lead in usual() if lead is not None]
     for lead in witnesses:
         closer = np.searchsorted(np.sort(lead), behind)
-        explained &= alike | (behind <= -behind_at_most) | (closer < WITNESSES)
+        explained &= alike | (behind <= -behind_at_most) | (closer < FEWEST_WITNESSES)
     # what is left: not the logits alone decide (a bias, groups), or there are too few to know
     untold = ~same_experts(rows) & explained & (behind > -behind_at_most)
     if untold.any() and beyond_chance():
@@ -178,7 +178,7 @@ def follows(chosen: np.ndarray, logits: np.ndarray | None) -> bool:
 def tie(logits: np.ndarray) -> np.ndarray:
     """The tie (T,) of logits (T, E): how far the chosen may lie behind and still be the largest; <
     0."""
-    unit = max(ROUTER_TIE, 2.0 ** -format_of(logits.dtype).mantissa_bits)
+    unit = max(ROUTER_TIE_DISTANCE, 2.0 ** -format_of(logits.dtype).mantissa_bits)
     behind: np.ndarray = -unit * np.abs(wide(logits)).max(axis=-1)
     return behind
 

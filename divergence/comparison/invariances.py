@@ -31,8 +31,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from divergence.comparison.align import Pair, Pieces, repeated, same_positions
+from divergence.comparison.constants import (
+    EXPLAINED_SHARE,
+    FEW_ROWS,
+    TAKEN_BACK_TIMES,
+    WHOLE_SHIFT_DISTANCE,
+)
 from divergence.comparison.decide import check, confidence_of
-from divergence.comparison.judge import EXPLAINS, FEW_ROWS, SEEN_BACK, WHOLE_SHIFT
 from divergence.comparison.result import Finding, Report, SiteResult, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
@@ -204,7 +209,7 @@ def _constant_of_rows(measured: Measured, sites: set[str]) -> _Form | None:
         constants, sums = _row_constants(a, b)
         squared, explained = squared + sums[0], explained + sums[1]
         largest = max(largest, float(np.abs(constants).max()))
-    if not squared or explained < EXPLAINS * squared:
+    if not squared or explained < EXPLAINED_SHARE * squared:
         return None
     changed: Changed = {}
     for pair in pairs:
@@ -375,7 +380,7 @@ def _turned_tables(measured: Measured, sites: set[str]) -> _Form | None:
     further = {sample: offset for sample, offset in offsets.items() if offset}
     if not further:
         return None
-    whole = all(abs(offset - round(offset)) < WHOLE_SHIFT for offset in further.values())
+    whole = all(abs(offset - round(offset)) < WHOLE_SHIFT_DISTANCE for offset in further.values())
     headline = fact(
         "tables_turned",
         site=f"{min(tables)}:out",
@@ -523,7 +528,7 @@ def _gives_the_same(before: str, behind: str, sites: Sequence[SiteResult]) -> bo
     if not given_on or any(s.flagged or s.ratio is None or not s.reference_norm for s in given_on):
         return False
     apart = min(site.rel_l2 or 0.0 for site in given)
-    return apart > SEEN_BACK * max(site.rel_l2 or 0.0 for site in given_on)
+    return apart > TAKEN_BACK_TIMES * max(site.rel_l2 or 0.0 for site in given_on)
 
 
 def _map_of(measured: Measured, site: str) -> _Map | None:
@@ -552,7 +557,7 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
     alike = (a / sizes[0]).T @ (b / sizes[1])  # (C, C): A's channels against B's
     own = alike.diagonal()
     order = np.arange(len(own))
-    if not (np.abs(own) > EXPLAINS).all():
+    if not (np.abs(own) > EXPLAINED_SHARE).all():
         order = np.abs(alike).argmax(axis=0)
         if len(np.unique(order)) < len(order):
             return None
@@ -563,6 +568,6 @@ def _map_of(measured: Measured, site: str) -> _Map | None:
     if abs(factor - 1) < 1 / 256:  # what rounding may make of none
         factor = 1.0
     rest, apart = np.square(b - factor * matched).sum(), np.square(b - a).sum()
-    if not factor > 0 or not rest <= (1 - EXPLAINS) * apart:
+    if not factor > 0 or not rest <= (1 - EXPLAINED_SHARE) * apart:
         return None
     return _Map(order, signs, factor)

@@ -42,143 +42,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-# The constants by which comparisons decide, beside ``Thresholds`` (numerics.floor), which a policy
-# may set. Each with its source, and what changes where it moves.
-#
-# "Recorded pairs" are those of benchmarks/observations.py: 900 healthy, 541 faults in blocks, 60
-# with massive activations, in three dtypes, with a truth, with the one that a run carries, and
-# without one. ``python benchmarks/observations.py judge`` tells what an edit here changes in their
-# answers.
-
-RATE = 1e-4
-"""The chance that a healthy comparison has a false alarm of the outlier question, over all it looks
-at (comparison.judge). Chosen: one in ten thousand comparisons."""
-
-FEWEST = 3
-"""Siblings, or forwards, from which on their median is a control and a kind is a kind: of two that
-are unlike it cannot be told which is. Fewer rows show no vector that they share, and no order."""
-
-FEW_ROWS = 8
-"""With fewer rows the typical row is held to the limits of a single token, and nothing is told of
-one channel, of a scale, or, where a row may be sent elsewhere, of the forward: in the median of
-seven three such rows are nearly all."""
-
-FEW_CHANNELS = 8.0
-"""So many times fewer channels than a block has hold the energy of its rows, by their participation
-ratio, where these are asked again in each channel's own unit. Ordinary blocks of the recorded pairs
-come to 2.3 at most, the median one of those with massive activations to 31. Without the question a
-twentieth of a block's update beside massive channels is not seen."""
-
-CLEAR = 2.0
-"""So many times as much is clearly more: beyond twice a limit confidence is high, and forwards are
-off alone where the least of them uses twice as much of its limit as any other, and a difference
-grows with the position where its last third is twice its first. Limits themselves
-are known to less than that: 2.2 is the largest W of healthy kernels (docs/verdicts.md)."""
-
-SURE = 3.0
-"""Log odds of 20 to 1, from which on an answer is taken as one."""
-
-LEAST = 0.05
-"""Floors: what is added at least to both errors of a family that the truth judges
-(``truth_least``), and what siblings differ by at least where a block stands out beside them. Where
-all are exact but for a few bits, these are no large ratio."""
-
-CANCELS = 2.0
-"""Inside a block the terms of a few rows may cancel, which the rounding model does not know: so
-many times ``least_sibling`` is added to them. Without it healthy decode steps of trained models are
-named (tests/analyses/blocks/test_looks.py has the case)."""
-
-HARD = 2.0
-"""Times the usual error of both sides: what both are off by beyond that is one number that both
-enlarge, as sharp attention does a score's rounding (comparison.judge)."""
-
-BY_CHANCE = 4.0
-"""A row of a tensor is smaller than the median one by chance by no more than that, where it has 16
-numbers and more, and is then held against so much more than its own norm
-(comparison.measure.rating)."""
-
-NEAR_BITS = 0.6
-"""Products whose inputs keep 10 bits, or 7, are told from others by so many bits: what a test holds
-Llama, GPT-2, Qwen3 and Gemma to (numerics.floor, ``input_bits``). It decides a word of the cause
-alone."""
-
-OF_NOISE = 3.0
-"""Standard errors: rounding makes no larger a part of a difference that is in step with what it is
-a difference of. It decides whether such inputs are named as the cause."""
-
-BEGINS = 100.0
-"""A difference begins at a token whose squared error, as of nearly all that follow, is so many
-times that of each before. Chosen: ten times the error. It decides a sentence of the structure
-alone."""
-
-POOR_ULP = 16.0
-"""A function whose worst error passes so many ulp on one side alone is coarser, not rounded
-otherwise. Chosen: four bits are lost. It decides a word of the arithmetic alone."""
-
-SUMMARY_PRECISION = 2e-6
-"""What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
-
-SAME_VALUE = 0.2
-"""Two results are the same value where they differ by less, relatively: far beyond any rounding
-and any fault worth the name, and far below what two different values of a block differ by."""
-
-NEAR_LIMIT = 0.55
-"""Of an operator's limit: as far as healthy ones go. From there on what feeds an operator that is
-beyond its limit may have made its error. Without it three of 68 recorded faults of operators are
-named at a place before them."""
-
-ENOUGH_ROWS = 16
-"""Rows, or numbers that make a row's error: of fewer it may be small by chance."""
-
-MOST_OF_CONSTANT = 64
-"""Elements of a constant: more are a table."""
-
-ROUNDED_TWICE = 4
-"""Unit roundoffs by which two numbers may differ that are the same one, rounded twice each."""
-
-ROUTER_TIE = 8 * 2.0**-24
-"""Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there. Two
-roundings of the dtype they are recorded in, where that is more: they may have decided before."""
-
-WITNESSES = 10
-"""That logits decide is known from tokens chosen for alike, and from a side that follows its own on
-every token. Something else that decides, a bias say, and overrules a lead of this size would have
-overruled half of the smaller leads: not one of ten is a chance of 1 in 1,000."""
-
-CASTS = 2.0
-"""Roundings to nearest that a tensor may pass on its way: to a narrower format, and back."""
-
-TIE = 3.0
-"""Standard deviations up to which rounding of the floor's own size flips a token."""
-
-KL_TOKENS = 8
-"""Independent numbers that are taken to make up the KL of one position: the tokens that are
-likely. It sets how much wider the limit of few positions is."""
-
-EXPLAINS = 0.9
-"""A form is named where it explains so much of the squared difference."""
-
-WHOLE_SHIFT = 0.05
-"""Positions: a shift is said in whole ones where it is so near to them."""
-
-SEEN_BACK = 10.0
-"""What is taken back was so many times as large, before, as what differs behind it."""
-
-SUMS_EQUAL = 1e-4
-"""Of the norm: sums of equal numbers, added up in float32 in another order, are nearer."""
-
-SUMS_MOVED = 1e-2
-"""Of the norm: sums that an order of rows changes are farther apart, and small changes nearer."""
-
-WEIGHTS_NEAR = 0.25
-"""Of the norm: what coarse codes make of weights, and hardly anything else."""
-
-TABLES_NEAR = 2.0**-18
-"""Relative: powers and cosines differ by some ulps of float32 from library to library."""
-
-SHARP = 64.0
-"""How much wider than the rounding model two float64 runs may differ."""
-
+from divergence.comparison.constants import (
+    CLEAR_TIMES,
+    FALSE_ALARM_RATE,
+    HARD_TIMES,
+    NOISE_DEVIATIONS,
+)
 
 Floats = npt.NDArray[np.float64]
 Level = Literal["site", "forward", "row", "channel"]
@@ -186,7 +55,7 @@ Level = Literal["site", "forward", "row", "channel"]
 _CONTROL = math.pi / 2
 """The variance of a median of k normal numbers, times k."""
 _ROUNDS = 6
-_BY_CHANCE = 2 * NormalDist().cdf(-OF_NOISE)
+_BY_CHANCE = 2 * NormalDist().cdf(-NOISE_DEVIATIONS)
 """How seldom two errors of n numbers are so far in one direction: P(cos² > c) < (1 - c)^((n-1)/2),
 the tail of the beta distribution."""
 
@@ -376,18 +245,18 @@ def made_of(
     What makes a row hard on both sides enlarges the rounding of a few numbers, as sharp attention
     does that of its scores. Then both errors are large; or, where that number happens to be small
     on one side, they have one direction, while a fault has another than the other side's rounding.
-    What both have beyond ``HARD`` times the usual error counts as one number; and where there are
-    rows of which that is the most, so does what is no larger than ``CLEAR`` times the hardest of
-    them: chance may have spared the other side."""
+    What both have beyond ``HARD_TIMES`` times the usual error counts as one number; and where there
+    are rows of which that is the most, so does what is no larger than ``CLEAR_TIMES`` times the
+    hardest of them: chance may have spared the other side."""
     with np.errstate(all="ignore"):  # the largest errors are near what a number can hold
         least = energy.min(axis=0)
-        typical = HARD**2 * float(np.median(least[usual])) if usual.any() else 0.0
+        typical = HARD_TIMES**2 * float(np.median(least[usual])) if usual.any() else 0.0
         share = in_step(energy, between, numbers)
         both = np.maximum(least, share * energy)
         mostly = np.where(share > 1 / 2, both, least)  # chance makes a small share of many rows
         hardest = float(np.where(np.isfinite(mostly), mostly, 0.0).max(initial=0.0))
         hardest = hardest if hardest > typical else 0.0
-        both = np.maximum(both, np.minimum(energy, CLEAR**2 * hardest))
+        both = np.maximum(both, np.minimum(energy, CLEAR_TIMES**2 * hardest))
         enlarged = np.maximum(both - typical, 0.0) / energy
         return effective_numbers(
             numbers, np.clip(np.nan_to_num(enlarged, nan=1.0), 0.0, 1.0)
@@ -404,9 +273,9 @@ def farthest(num_observations: int, numbers: Floats | float, sigma0: float) -> F
 
 @functools.lru_cache(maxsize=256)
 def limit_of(num_observations: int) -> float:
-    """The deviate beyond which one of so many is an outlier, on either side, at a quarter of RATE
-    (Bonferroni: whether they depend on each other or not)."""
-    return -NormalDist().inv_cdf(RATE / 8 / max(1, num_observations))
+    """The deviate beyond which one of so many is an outlier, on either side, at a quarter of
+    FALSE_ALARM_RATE (Bonferroni: whether they depend on each other or not)."""
+    return -NormalDist().inv_cdf(FALSE_ALARM_RATE / 8 / max(1, num_observations))
 
 
 def _polished(x: Floats) -> tuple[float, Floats, Floats, Floats]:

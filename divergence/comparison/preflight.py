@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from divergence.comparison.align import NameMap, find_prefix
-from divergence.comparison.judge import SHARP, SUMS_EQUAL, SUMS_MOVED, TABLES_NEAR, WEIGHTS_NEAR
+from divergence.comparison.constants import (
+    EQUAL_SUMS_DISTANCE,
+    MOVED_SUMS_DISTANCE,
+    NEAR_TABLES_DISTANCE,
+    NEAR_WEIGHTS_DISTANCE,
+    SHARP_TIMES,
+)
 from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.facts import Fact, fact, in_one, sentence
 from divergence.numerics.arrays import wide
@@ -1086,23 +1092,23 @@ def _relation(
     by_column, by_row, _ = (
         _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
     )
-    alike = abs(b.norm / a.norm - 1) < SUMS_EQUAL
+    alike = abs(b.norm / a.norm - 1) < EQUAL_SUMS_DISTANCE
     for code, equal, moved in (
         ("rows_moved", by_column, by_row),
         ("columns_moved", by_row, by_column),
     ):
-        if alike and equal < SUMS_EQUAL and moved > SUMS_MOVED:
+        if alike and equal < EQUAL_SUMS_DISTANCE and moved > MOVED_SUMS_DISTANCE:
             return fact(f"preflight.{code}"), False, None
     factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
     rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
-    if _size(rest) / b.norm < min(SUMS_EQUAL, near / 10):
+    if _size(rest) / b.norm < min(EQUAL_SUMS_DISTANCE, near / 10):
         return fact("preflight.scaled", factor=factor), False, None
     steps = [
         fact("preflight.one_step", side=side)
         for side, note in (("reference", a), ("candidate", b))
         if note.levels
     ]
-    if near < WEIGHTS_NEAR:
+    if near < NEAR_WEIGHTS_DISTANCE:
         cause = fact("preflight.as_quantised", steps=steps) if steps else None
         if not (steps or has_codes):
             cause = fact("preflight.as_trained")
@@ -1436,7 +1442,7 @@ def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:
     if a.shape != b.shape:
         return fact("preflight.shapes", reference=a.shape, candidate=b.shape)
     x, y = (np.array([float(value) for value in note.values]) for note in (a, b))
-    rounding = TABLES_NEAR
+    rounding = NEAR_TABLES_DISTANCE
     if a.dtype != b.dtype:
         rounding = max(2 * format_named(note.dtype).unit_roundoff for note in (a, b))
     same = np.isclose(x, y, rtol=rounding, atol=0, equal_nan=True)
@@ -1780,12 +1786,12 @@ def label_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
 # manifests hold them (``code.other_code``), and the values.
 #
 # Two float64 runs of one code agree wherever both hold the same site, pass, sample and step. Sums
-# may be added in another order on another machine, so up to ``SHARP`` times the rounding model of
-# numerics.floor in float64 is allowed (its inputs are equal only where each block is given them, so
-# anchored passes alone are held against each other). ``SHARP``: attention turns a relative error of
-# its scores into |s| times as much of its probabilities, and trained models reach |s| of 10 and
-# more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five orders
-# below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
+# may be added in another order on another machine, so up to ``SHARP_TIMES`` times the rounding
+# model of numerics.floor in float64 is allowed (its inputs are equal only where each block is given
+# them, so anchored passes alone are held against each other). ``SHARP_TIMES``: attention turns a relative
+# error of its scores into |s| times as much of its probabilities, and trained models reach |s| of
+# 10 and more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five
+# orders below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
 #
 # What it cannot tell: code that is the same on both machines and wrong.
 
@@ -1805,7 +1811,7 @@ def disagreement(a: Run, b: Run, *, inside: str | None = None) -> tuple[int, Fac
             continue
         num_compared += 1
         if apart is None:
-            limit = SHARP * floor_of(a.manifest, record, dtype="float64")
+            limit = SHARP_TIMES * floor_of(a.manifest, record, dtype="float64")
             distance = _distance(a, record, b, other)
             if distance > limit:
                 apart = fact(

@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from divergence.comparison.judge import (
-    farthest,
-    in_step,
-    limit_of,
-    observed,
-    outliers,
-    reach,
-)
+from divergence.comparison.judge import farthest, in_step, limit_of, observed, outliers, reach
 from divergence.numerics.floor import THRESHOLDS
 
 

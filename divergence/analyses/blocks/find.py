@@ -38,9 +38,9 @@ from divergence.analyses.blocks.units import (
 )
 from divergence.comparison.align import PromptStep
 from divergence.comparison.analysis import AnalysisResult, Measured, Shown
+from divergence.comparison.constants import CLEAR_TIMES, FEW_ROWS, FEWEST_SIBLINGS, LEAST_FLOORS
 from divergence.comparison.decide import check
 from divergence.comparison.experts import mostly_rerouted
-from divergence.comparison.judge import CLEAR, FEW_ROWS, FEWEST, LEAST
 from divergence.comparison.result import (
     Finding,
     SiteResult,
@@ -697,9 +697,11 @@ def within_rounding(
     alone = []
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
-    elif len(differing) == 1 and None not in differing and num_equal > FEWEST:
+    elif len(differing) == 1 and None not in differing and num_equal > FEWEST_SIBLINGS:
         alone = [fact("blocks.only_in", places=list(differing))]
-    step = only_step(measured) if farthest.worst > measured.thresholds.standout / CLEAR else None
+    step = (
+        only_step(measured) if farthest.worst > measured.thresholds.standout / CLEAR_TIMES else None
+    )
     if step is not None:
         where.append(fact("blocks.only_step", step=step))
     # of what is estimated the truth judges nothing, and so says nothing of either side
@@ -799,9 +801,9 @@ def find_standouts(
     standouts: list[StandOut] = []
     anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
     for family in families_of(anchored):
-        for unit in family if len(family) > FEWEST else ():
+        for unit in family if len(family) > FEWEST_SIBLINGS else ():
             usual = statistics.median(o.typical for o in family if o is not unit)
-            times = unit.typical / max(usual, LEAST)
+            times = unit.typical / max(usual, LEAST_FLOORS)
             numbers = max(num_values(result) for result in unit.results)
             if times > thresholds.standout * spread(numbers) or (
                 unit.excused and times > thresholds.truth_confirm

@@ -28,8 +28,15 @@ from divergence.analyses.blocks.units import (
 )
 from divergence.comparison.align import PromptStep
 from divergence.comparison.analysis import Measured
+from divergence.comparison.constants import (
+    BEGINS_TIMES,
+    CLEAR_TIMES,
+    FEWEST_SIBLINGS,
+    NEAR_BITS,
+    NOISE_DEVIATIONS,
+    SURE_LOG_ODDS,
+)
 from divergence.comparison.decide import check
-from divergence.comparison.judge import BEGINS, CLEAR, FEWEST, NEAR_BITS, OF_NOISE, SURE
 from divergence.comparison.parameters import together
 from divergence.comparison.preflight import other_numbers
 from divergence.comparison.result import Check, Finding, VerdictKind, onset_at, order_of
@@ -86,7 +93,8 @@ def made_at(
             *([] if table is not None else _elsewhere(flagged, first, units)),
         ]
         evidence += _others(flagged, first)
-        if all(unit.in_tail and unit.margin <= CLEAR for unit in flagged):  # rounding, or a fault
+        # rounding, or a fault
+        if all(unit.in_tail and unit.margin <= CLEAR_TIMES for unit in flagged):
             kind = "undetermined"
             headline = [fact("blocks.end_of_tail", site=first.first.site, ratio=first.worst)]
             commands = [*(measured.advice.judged() or measured.advice.truth()), *commands]
@@ -188,7 +196,7 @@ def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
         for result in unit.results
         if result.gain and result.gain_se
     ]
-    if gains and statistics.median(gains) > OF_NOISE:
+    if gains and statistics.median(gains) > NOISE_DEVIATIONS:
         return None
     middle = statistics.median(bits)
     near = max(bits) - min(bits) < 2 * NEAR_BITS
@@ -303,7 +311,7 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
             return {"onward": token}
     several = len({look.sample for look in looks}) > 1
     # the largest token of a forward that is off as a whole may be all that is
-    single = all(look.worst**2 > BEGINS * look.typical**2 for look in looks)
+    single = all(look.worst**2 > BEGINS_TIMES * look.typical**2 for look in looks)
     if not several or not (single or all(unit.of_token for unit in units)):
         return {}
     if len(tokens) > 1 and all(
@@ -411,7 +419,7 @@ def _may_be_elsewhere(unit: Unit, beyond: Collection[PromptStep]) -> bool:
         for inside in (True, False)
     )
     nearest = max(rest, default=0.0)
-    if min(off, default=0.0) <= CLEAR * nearest or (unit.mostly_equal and nearest > 0):
+    if min(off, default=0.0) <= CLEAR_TIMES * nearest or (unit.mostly_equal and nearest > 0):
         return True
     if unit.of_token or unit.side not in ("reference", "candidate"):
         return False
@@ -419,7 +427,7 @@ def _may_be_elsewhere(unit: Unit, beyond: Collection[PromptStep]) -> bool:
     ratios = {place: sign * unit.x_at(place) for place in sizes}
     least = min((x for place, x in ratios.items() if place in beyond), default=0.0)
     others = (x for place, x in ratios.items() if place not in beyond)
-    return max(others, default=0.0) > least / CLEAR > 0
+    return max(others, default=0.0) > least / CLEAR_TIMES > 0
 
 
 def only_in(*units: Unit) -> Fact | None:
@@ -448,7 +456,7 @@ def only_in(*units: Unit) -> Fact | None:
         if at not in beyond
         for look in looks
     )
-    alone = not elsewhere and least > CLEAR * nearest
+    alone = not elsewhere and least > CLEAR_TIMES * nearest
     return _in_places(beyond, places, alone=alone)
 
 
@@ -459,7 +467,8 @@ def _in_places(
     parts, since = [], None
     levels = [{at[number] for at in beyond} for number in range(2)]
     within = [at for at in places if all(n in level for n, level in zip(at, levels, strict=True))]
-    if alone and len(within) > len(beyond) >= FEWEST:  # no prompt or step, as a race would have it
+    # no prompt or step, as a race would have it
+    if alone and len(within) > len(beyond) >= FEWEST_SIBLINGS:
         sample, step = min(beyond)
         parts.append(
             fact("scattered", num=len(beyond), total=len(places), sample=sample, step=step)
@@ -548,7 +557,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     forward = {"step": at.step or None, "forward": at.phase}
     units = {"in_units": blame.in_units}
     own = dict[str, float | None](dict.fromkeys(SIDES))
-    if unit.stats is not None and max(unit.stats.typical.values()) > CLEAR * blame.value:
+    if unit.stats is not None and max(unit.stats.typical.values()) > CLEAR_TIMES * blame.value:
         own |= {side: unit.stats.typical[side] for side in SIDES}
     more: dict[Why, dict[str, Any]] = {
         "both": own,
@@ -581,7 +590,7 @@ def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -
         result.identical for other in healthy for result in other.results
     )
     sided = unit.blame is not None and unit.blame.side != "both"
-    clear = unit.margin > CLEAR or (only_here and sided)
+    clear = unit.margin > CLEAR_TIMES or (only_here and sided)
     checks = [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass", of_a_module=of_a_module)),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
@@ -593,5 +602,5 @@ def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -
         assert unit.blame is not None
         finer = fact("other_may_be_finer", other=other_side(unit.blame.side))
         odds = [each.odds[n] for each, n in (unit.judged, unit.in_units or unit.judged)]
-        checks.append(check("own", min(odds) > SURE, finer))
+        checks.append(check("own", min(odds) > SURE_LOG_ODDS, finer))
     return checks

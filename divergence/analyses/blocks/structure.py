@@ -4,9 +4,10 @@ Looked at are the tensors of the onset alone, d = b - a in the rows that are bey
 structure is what a cause leaves behind: one vector added to all tokens (a bias that is added twice
 or left out), one factor, one constant a row, one channel, head or row of the vocabulary; and in
 the order of tokens, an error that begins at a token, or grows from there (a window, positions).
-It is named where it explains at least ``EXPLAINS`` of the squared difference, in its own numbers
-and in rounding's: each number over what rounding moves a number of its size by, so that massive
-channels and sinks, where rounding itself is largest, are none. Rounding alone has no structure.
+It is named where it explains at least ``EXPLAINED_SHARE`` of the squared difference, in its own
+numbers and in rounding's: each number over what rounding moves a number of its size by, so that
+massive channels and sinks, where rounding itself is largest, are none. Rounding alone has no
+structure.
 
 Of what a difference is made of, and of where it is, one each is named: the one with the fewest
 numbers of its own.
@@ -23,7 +24,13 @@ import numpy as np
 
 from divergence.analyses.blocks.units import is_table, layer_types_of
 from divergence.comparison.align import Pair, Pieces, same_positions
-from divergence.comparison.judge import BEGINS, CLEAR, EXPLAINS, FEW_ROWS, FEWEST
+from divergence.comparison.constants import (
+    BEGINS_TIMES,
+    CLEAR_TIMES,
+    EXPLAINED_SHARE,
+    FEW_ROWS,
+    FEWEST_SIBLINGS,
+)
 from divergence.comparison.measure.truth import inputs_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
@@ -85,7 +92,7 @@ def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
     for seen, table in ((whole.rows(whole.beyond), VALUES), (whole, PLACES)):
         for structure in table:
             answer = structure(seen)
-            if answer is not None and answer[0] >= EXPLAINS:
+            if answer is not None and answer[0] >= EXPLAINED_SHARE:
                 facts.append(answer[1])
                 break
     return facts
@@ -124,13 +131,13 @@ def _head(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = 1 cᵀ: one vector at all tokens, and the parameter that it is a multiple of."""
-    if len(x.d) < FEWEST:
+    if len(x.d) < FEWEST_SIBLINGS:
         return None
     mean = x.d.mean(0)
     share = len(x.d) * _square(mean) / _square(x.d)
-    name, times = _parameter_like(x, mean) if share >= EXPLAINS else (None, None)
+    name, times = _parameter_like(x, mean) if share >= EXPLAINED_SHARE else (None, None)
     cause = None
-    if times is not None and abs(abs(times) - 1) < 1 - EXPLAINS:
+    if times is not None and abs(abs(times) - 1) < 1 - EXPLAINED_SHARE:
         cause = "twice" if times > 0 else "left_out"
     return share, fact(
         "blocks.vector",
@@ -145,7 +152,7 @@ def _vector(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _constants(x: OnsetRows) -> tuple[float, Fact] | None:
     """d = c 1ᵀ: one constant in all channels of a row."""
-    if x.d.shape[1] < FEWEST:
+    if x.d.shape[1] < FEWEST_SIBLINGS:
         return None
     means = x.d.mean(1)
     share = x.d.shape[1] * _square(means) / _square(x.d)
@@ -163,7 +170,7 @@ def _shard(x: OnsetRows) -> tuple[float, Fact] | None:
             continue
         share, number = _largest_part(x, count)
         inside = np.arange(width) * count // width == number
-        if share >= EXPLAINS and np.median(energy[inside]) > energy[~inside].mean():
+        if share >= EXPLAINED_SHARE and np.median(energy[inside]) > energy[~inside].mean():
             first = number * width // count
             return share, fact(
                 "blocks.shard",
@@ -207,7 +214,7 @@ def _token_id(x: OnsetRows) -> tuple[float, Fact] | None:
 
 def _token(x: OnsetRows) -> tuple[float, Fact] | None:
     """One token, of all those of all prompts."""
-    if (x.position < 0).any() or len(x.position) < 2 * FEWEST:
+    if (x.position < 0).any() or len(x.position) < 2 * FEWEST_SIBLINGS:
         return None
     energy = _row_energy(x)
     top = int(energy.argmax())
@@ -229,7 +236,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
     if sizes is None:
         return None
     size = np.sqrt(sizes)
-    first = int(np.flatnonzero(sizes * BEGINS > sizes.max())[0])
+    first = int(np.flatnonzero(sizes * BEGINS_TIMES > sizes.max())[0])
     best = 0.0, 0
     for begin in {0, max(0, first - 1)}:
         line = np.maximum(0.0, np.arange(len(size)) - begin)
@@ -239,7 +246,7 @@ def _growing(x: OnsetRows) -> tuple[float, Fact] | None:
     tail, even = size[best[1] :], size[first:]
     if even.sum() ** 2 / len(even) > best[0] * float(size @ size):
         return None  # it begins there, and stays
-    if third < 1 or tail[-third:].mean() < CLEAR * max(tail[:third].mean(), 1e-300):
+    if third < 1 or tail[-third:].mean() < CLEAR_TIMES * max(tail[:third].mean(), 1e-300):
         return None
     share = best[0]
     return share, fact("blocks.growing", share=share, site=x.site, token=best[1] or None)
@@ -254,8 +261,8 @@ def _beginning(x: OnsetRows) -> tuple[float, Fact] | None:
         return None
     for begin in range(2, len(sizes) - 1):
         before, behind = sizes[:begin].max(), sizes[begin:]
-        clear = behind > BEGINS * before
-        if clear[0] and clear.mean() >= EXPLAINS:
+        clear = behind > BEGINS_TIMES * before
+        if clear[0] and clear.mean() >= EXPLAINED_SHARE:
             share = float(behind.sum() / sizes.sum())
             times = math.sqrt(float(np.median(behind)) / before) if before else None
             return share, fact(
@@ -323,12 +330,12 @@ def _by_position(x: OnsetRows) -> Floats | None:
     """The mean squared relative error (T,) of the rows at each position from 0 on, of the prompts
     that are beyond their limit; None where positions are not known or few."""
     comparable = (x.position >= 0) & np.isin(x.prompt, np.unique(x.prompt[x.beyond]))
-    if comparable.sum() < 2 * FEWEST:
+    if comparable.sum() < 2 * FEWEST_SIBLINGS:
         return None
     position, energy = x.position[comparable].astype(int), _row_energy(x)[comparable]
     count = np.bincount(position)
     length = int(np.argmin(count > 0)) if (count == 0).any() else len(count)
-    if length < 2 * FEWEST:
+    if length < 2 * FEWEST_SIBLINGS:
         return None
     sums = np.bincount(position, energy)[:length] / count[:length]
     return sums if sums.sum() > 0 else None
@@ -338,7 +345,7 @@ def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | N
     """The parameter of which ``vector`` is a multiple, by its recorded sums, and the multiple."""
     by_place = signs(len(vector), NUM_SUMS).astype(np.float64)
     own, size = vector @ by_place, math.sqrt(_square(vector))
-    best: tuple[float, str | None, float | None] = (1 - EXPLAINS, None, None)
+    best: tuple[float, str | None, float | None] = (1 - EXPLAINED_SHARE, None, None)
     for name, note in x.parameters.items():
         if note.shape != [len(vector)] or not note.norm:
             continue

@@ -20,13 +20,15 @@ import numpy.typing as npt
 
 from divergence.comparison.align import PromptStep
 from divergence.comparison.analysis import Measured
-from divergence.comparison.judge import (
-    CANCELS,
-    CLEAR,
+from divergence.comparison.constants import (
+    CANCELLING_TIMES,
+    CLEAR_TIMES,
     FEW_ROWS,
-    FEWEST,
-    LEAST,
-    SURE,
+    FEWEST_SIBLINGS,
+    LEAST_FLOORS,
+    SURE_LOG_ODDS,
+)
+from divergence.comparison.judge import (
     JudgedTable,
     Level,
     limit_of,
@@ -325,7 +327,7 @@ class Unit:
     @property
     def in_tail(self) -> bool:
         """Is a single token off, by the difference alone, and no farther than others lead to?"""
-        return self.blame is None and self.why == "token" and self.worst <= CLEAR * self.tail
+        return self.blame is None and self.why == "token" and self.worst <= CLEAR_TIMES * self.tail
 
     @property
     def of(self) -> Side | None:
@@ -467,9 +469,9 @@ def few_numbers(result: SiteResult) -> float:
 
 def tail_of(ratios: Floats) -> float:
     """The largest of a site's rows' ratios that is reached from a floor, or the typical row, by
-    steps of at most ``CLEAR`` times."""
+    steps of at most ``CLEAR_TIMES`` times."""
     ordered = np.sort(np.maximum(ratios, 1.0))[len(ratios) // 2 :]
-    apart = np.flatnonzero(ordered[1:] > CLEAR * ordered[:-1])
+    apart = np.flatnonzero(ordered[1:] > CLEAR_TIMES * ordered[:-1])
     return float(ordered[apart[0] if len(apart) else -1]) if len(ordered) else 0.0
 
 
@@ -490,7 +492,7 @@ def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
     return {
         key: statistics.median(value for _, value in items)
         for key, items in by_key.items()
-        if len(items) >= FEWEST
+        if len(items) >= FEWEST_SIBLINGS
     }
 
 
@@ -582,7 +584,7 @@ def judged_family(
     family_least = thresholds.truth_least
     if beside is None:
         errors = (math.sqrt(math.prod(each.typical.values())) for each in stats)
-        family_least = max(LEAST, family_least * statistics.median(errors))
+        family_least = max(LEAST_FLOORS, family_least * statistics.median(errors))
     keys = functools.reduce(np.intersect1d, [each.key for each in rows_of])
     together = [each.only(keys) for each in rows_of]
     energy = np.stack([each.energy for each in together], axis=1)
@@ -644,7 +646,7 @@ def judged_family(
     odds, finer = np.full(len(x), np.inf), None
     if beside is None and not between:
         odds = _odds_of_own(sites, rows_of, family_least, routed, thresholds)
-        finer = odds < -SURE
+        finer = odds < -SURE_LOG_ODDS
         sites = replace(sites, control=np.where(finer[:, None], sites.x, sites.control))
     forwards = rows = None
     if len(places) > 1:
@@ -976,7 +978,7 @@ def _judged_gains(
     scaled: tuple[Literal["output", "update"], ...] = ("output", "update")
     for number, of in enumerate(scaled):
         with_gains = [each for each in family if len(each.gains) > number]
-        if len(with_gains) < FEWEST:
+        if len(with_gains) < FEWEST_SIBLINGS:
             continue
         places = sorted({place for each in with_gains for place in each.gains_at})
         levels: dict[Level, list[PromptStep | None]] = {"site": [None]}
@@ -1072,7 +1074,7 @@ def _find_odd(family: Sequence[Unit], hardest: float, thresholds: Thresholds) ->
         for look in looks:
             single = look.typical == 0 or look.num_rows < FEW_ROWS
             same = usual == 0 or usual > beyond
-            look.is_odd = single and same and len(looks) >= FEWEST
+            look.is_odd = single and same and len(looks) >= FEWEST_SIBLINGS
 
 
 def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
@@ -1081,7 +1083,7 @@ def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
     ratios = np.array([look.typical for look in unit.looks])
     numbers = np.array([numbers_alike(look.result) * look.share for look in unit.looks])
     cancel = [
-        CANCELS if look.result.role == "inner" and look.num_rows < FEW_ROWS else 1.0
+        CANCELLING_TIMES if look.result.role == "inner" and look.num_rows < FEW_ROWS else 1.0
         for look in unit.looks
     ]
     index = np.arange(len(ratios))
@@ -1119,7 +1121,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         (beside,) = far(judged.sites, np.array([np.median(rows.least)]))
         if judged.forwards is not None:
             forwards = dict(zip(judged.places, far(judged.forwards, rows.least), strict=True))
-        if len(judged.stats) >= FEWEST:
+        if len(judged.stats) >= FEWEST_SIBLINGS:
             others = [each.typical["candidate"] for each in judged.stats if each is not unit.stats]
             unit.control = statistics.median(others)
     wider = unit.widened * (thresholds.escalated if unit.pass_ == "escalated" else 1.0)
@@ -1135,7 +1137,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
         if max(unit.looks, key=lambda look: look.worst).is_odd:
             alone = typical
     leads_up = max(unit.tail, *(look.typical for look in unit.looks))
-    unit.worst_limit = (alone if unit.worst > CLEAR * leads_up else token) * width * wider
+    unit.worst_limit = (alone if unit.worst > CLEAR_TIMES * leads_up else token) * width * wider
     # the only look of a unit is judged as the unit is
     for look in unit.looks if len(unit.looks) > 1 else ():
         few_rows = look.num_rows < FEW_ROWS
@@ -1149,7 +1151,7 @@ def _hold(unit: Unit, hardest: float, in_routed: bool, thresholds: Thresholds) -
             single = typical if unit.mostly_equal and look.is_odd else thresholds.token
             limit = single * width * few_numbers(look.result)
             if unit.phase == "decode":  # as hard as tokens of the prefill may be there
-                beside = max(beside, CLEAR * hardest)
+                beside = max(beside, CLEAR_TIMES * hardest)
         look.limit = min(limit, beside) * wider
         look.usage = look.between = look.typical / look.limit
     floors = [result.floor for result in unit.results if result.floor]
@@ -1191,7 +1193,7 @@ def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresh
             unit.judged = together, number
 
     for family in families:
-        if len(family) >= FEWEST:
+        if len(family) >= FEWEST_SIBLINGS:
             ask_together(family)
 
     def usual_of(among: Sequence[Unit]) -> dict[tuple[object, ...], BlocksBeside]:
@@ -1221,7 +1223,7 @@ def _ask_kinds(units: Sequence[Unit], routed: frozenset[str], thresholds: Thresh
             and unit.kind[0] == "block"
         ]
     )
-    for unit in (unit for family in families if len(family) < FEWEST for unit in family):
+    for unit in (unit for family in families if len(family) < FEWEST_SIBLINGS for unit in family):
         kind = unit.pass_, unit.of, unit.phase
         beside = usual.get(kind, BlocksBeside())
         if unit.stats and unit.stats.is_difference:
@@ -1244,7 +1246,7 @@ def _ask_in_units(units: Sequence[Unit], routed: frozenset[str], thresholds: Thr
         again = [unit for unit in alike if unit.stats is not None and unit.stats.in_units]
         for family in families_of(again):
             stats = [unit.stats.in_units for unit in family if unit.stats and unit.stats.in_units]
-            if len(stats) < FEWEST:
+            if len(stats) < FEWEST_SIBLINGS:
                 continue
             in_routed = any(unit.chooses(routed) for unit in family)
             together = judged_family(stats, limits, in_routed, thresholds)
@@ -1278,7 +1280,7 @@ def _ask_truth(
         in_routed = any(unit.chooses(routed) for unit in family)
         for unit in family:
             unit.excused = _is_excused(unit, in_routed, thresholds)
-        if len(family) >= FEWEST:
+        if len(family) >= FEWEST_SIBLINGS:
             _blame_family(family, thresholds)
             if not in_routed:
                 _blame_columns(family, thresholds)
@@ -1368,7 +1370,7 @@ def _beyond_unheld(unit: Unit, suspected: Sequence[PromptStep], routed: bool) ->
     other's. Single tokens may be as hard there as those that the truth holds. ``suspected``: the
     looks that were beyond their limits."""
     assert unit.stats is not None
-    forwards, hard = unit.stats.forwards, CLEAR * unit.stats.hardest
+    forwards, hard = unit.stats.forwards, CLEAR_TIMES * unit.stats.hardest
     typical, token = (
         [
             look
@@ -1401,7 +1403,7 @@ def _far_apart(unit: Unit, routed: bool, thresholds: Thresholds) -> bool:
     if judged.rows is None or routed:
         return False
     # one that no others lead up to, as where attention is sharp
-    limit = max(unit.worst_limit, thresholds.typical, CLEAR * unit.tail)
+    limit = max(unit.worst_limit, thresholds.typical, CLEAR_TIMES * unit.tail)
     own = np.sqrt(unit.stats.rows.only(judged.errors.key).energy.max(axis=0))
     far = np.abs(judged.rows.x[member]) > math.log(thresholds.truth_systematic)
     places = {judged.places[n] for n in judged.errors.place[far & (own > limit / 2)]}
@@ -1601,12 +1603,12 @@ def find_family(
         name = _name(unit, units, judged)
         off, every = ({str(each.results[0].block) for each in some} for some in (members, kin))
         for type_, blocks in layer_types_of(measured, every).items():
-            if off <= blocks < every and 2 * len(off) > len(blocks) >= FEWEST:
+            if off <= blocks < every and 2 * len(off) > len(blocks) >= FEWEST_SIBLINGS:
                 of_type = fact("blocks.kind_of_type", kind=name, type=type_)
                 return Family(of_type, members, len(blocks))
         if 2 * len(members) <= len(kin):
             members = _off_alike(unit, kin, measured)
-        if 2 * len(members) > len(kin) >= FEWEST:
+        if 2 * len(members) > len(kin) >= FEWEST_SIBLINGS:
             return Family(name, members, len(kin))
     return None
 
@@ -1631,7 +1633,9 @@ def only_step(measured: Measured) -> int | None:
     prefill = any(
         site.pass_ == "anchored" and not site.step and not site.identical for site in measured.sites
     )
-    return steps.pop() if len(steps) == 1 and len(others) >= FEWEST and not prefill else None
+    return (
+        steps.pop() if len(steps) == 1 and len(others) >= FEWEST_SIBLINGS and not prefill else None
+    )
 
 
 def places_of(unit: Unit) -> set[PromptStep]:
@@ -1697,7 +1701,7 @@ def farther_side(family: Sequence[Unit], times: float) -> tuple[Side, float] | N
     their median, and by more than so many ``times`` and chance; None where there is none, or not
     all were judged together."""
     judged = [unit.judged[0] for unit in family if unit.judged is not None]
-    if len(judged) < max(FEWEST, len(family)):
+    if len(judged) < max(FEWEST_SIBLINGS, len(family)):
         return None
     usual = judged[0].usual
     limit = math.log(times * max(unit.widened for unit in family))

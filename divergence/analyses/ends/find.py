@@ -31,8 +31,8 @@ from divergence.comparison.align import (
     why_no_pair,
 )
 from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.constants import CAST_ROUNDINGS, CLEAR_TIMES
 from divergence.comparison.decide import check, in_most
-from divergence.comparison.judge import CASTS, CLEAR
 from divergence.comparison.result import Finding, Onset, SiteResult, Verdict, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
@@ -194,7 +194,7 @@ def _between(measured: Measured, broken: list[Seam]) -> Finding:
         side=wrong,
         rests_on=[
             check("one_side_alone", first.way == "changed", fact("ends.both_compute")),
-            check("clear", times > CLEAR, fact("not_clear", margin=times)),
+            check("clear", times > CLEAR_TIMES, fact("not_clear", margin=times)),
         ],
         evidence=[_seam_evidence(first)],
         beside=[_seam_evidence(s) for s in seams[:_SHOWN]],
@@ -503,7 +503,7 @@ class _Looked:
             rows = rows[np.isfinite(rows)]
             size = float(rows.max()) if len(rows) else 0.0
         unit = max(form.unit_roundoff for form in self._formats(record, before))
-        limit = CASTS * unit
+        limit = CAST_ROUNDINGS * unit
         if result.token_rel_l2_max is not None and result.token_rel_l2_max < size / 2:
             # the outputs before it were apart, and meet here: other code, the same tensor
             limit = math.inf

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.constants import FEWEST_WITNESSES
 from divergence.comparison.decide import check, in_most
 from divergence.comparison.experts import (
     Routes,
@@ -25,7 +26,6 @@ from divergence.comparison.experts import (
     routed_blocks,
     same_experts,
 )
-from divergence.comparison.judge import WITNESSES
 from divergence.comparison.result import Finding, SiteResult, Verdict, onset_at, order_of
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import rounded, wide
@@ -178,7 +178,7 @@ def _side(measured: Measured, behind: SiteResult, choice: Unexplained) -> Side |
     decide = choice.router and logits_decide(
         measured.reference.manifest, module_of(choice.router)
     )  # else a side without its bias follows them
-    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= WITNESSES:
+    if decide and len(set(choice.follows)) == 2 and choice.num_tokens >= FEWEST_WITNESSES:
         return "candidate" if choice.follows[0] else "reference"
     if measured.truth is None:
         return None

@@ -24,8 +24,8 @@ from divergence.comparison.advice import Advice
 from divergence.comparison.align import anchored_passes
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.arithmetic import Explained, differences, explain_arithmetic, is_about
+from divergence.comparison.constants import CLEAR_TIMES
 from divergence.comparison.decide import check
-from divergence.comparison.judge import CLEAR
 from divergence.comparison.result import (
     Finding,
     Onset,
@@ -131,7 +131,7 @@ def finding_of(operators: OperatorsResult, advice: Advice | None = None) -> Find
         by_truth, margin = operators.judged != "difference", first.limit_usage
         rests_on = [
             check("told_by_truth", by_truth, fact("operators.no_truth")),
-            check("clear", margin > CLEAR, fact("not_clear", margin=margin)),
+            check("clear", margin > CLEAR_TIMES, fact("not_clear", margin=margin)),
         ]
     return Finding(
         claim="operator_off",

@@ -41,10 +41,8 @@ from divergence.comparison.calls import (
     reached,
     rerouted_in,
 )
+from divergence.comparison.constants import ENOUGH_ROWS, NEAR_LIMIT_SHARE, SAME_VALUE_DISTANCE
 from divergence.comparison.judge import (
-    ENOUGH_ROWS,
-    NEAR_LIMIT,
-    SAME_VALUE,
     effective_numbers,
     farthest,
     in_step,
@@ -363,7 +361,7 @@ def _measure(
 def _is_another(x: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> bool:
     """Is the truth's call another than both sides'? Autograd adds up gradients in the order in
     which they come, which is another where the model's code casts and the truth needs not."""
-    return min(distance_of(r, x), distance_of(r, y)) > SAME_VALUE >= distance_of(x, y)
+    return min(distance_of(r, x), distance_of(r, y)) > SAME_VALUE_DISTANCE >= distance_of(x, y)
 
 
 def num_terms(node: CallNode) -> int:
@@ -1097,7 +1095,7 @@ def _moved_back(
             feed
             for feed in feeds(onset)
             if feed.leans == side
-            and feed.limit_usage > NEAR_LIMIT
+            and feed.limit_usage > NEAR_LIMIT_SHARE
             and onset.limit_usage / feed.limit_usage < thresholds.operator
         ]
         if not before:

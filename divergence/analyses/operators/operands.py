@@ -22,7 +22,7 @@ from divergence.comparison.calls import (
     maker_of,
     reached,
 )
-from divergence.comparison.judge import MOST_OF_CONSTANT, ROUNDED_TWICE
+from divergence.comparison.constants import MOST_ELEMENTS_OF_CONSTANT, TWICE_ROUNDED_ROUNDOFFS
 from divergence.comparison.result import OtherInput, OtherOperand
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.numerics.floor import THRESHOLDS, floor_weights
@@ -66,7 +66,7 @@ def other_operands(
     operands = []
     for item in other_scalars(node_a.call, node_b.call):
         difference = _relative(item.reference, item.candidate)
-        ulps = ROUNDED_TWICE * torch.finfo(torch.bfloat16).eps
+        ulps = TWICE_ROUNDED_ROUNDOFFS * torch.finfo(torch.bfloat16).eps
         near = measured and difference is not None and difference < ulps
         scalar = OtherOperand(
             argument=item.argument,
@@ -122,7 +122,7 @@ def _tensors_for_numbers(
         if len(numbers) < 2:
             continue
         difference = _relative(*numbers)
-        if difference is not None and difference > ROUNDED_TWICE * max(*units, 2.0**-24):
+        if difference is not None and difference > TWICE_ROUNDED_ROUNDOFFS * max(*units, 2.0**-24):
             operands.append(
                 OtherOperand(
                     argument=name,
@@ -165,7 +165,7 @@ def _other_constant(
         return None
     weights = [operand.weight is not None for operand in operands]
     num = math.prod(operands[0].shape)
-    if any(weights) and (not all(weights) or num > MOST_OF_CONSTANT):
+    if any(weights) and (not all(weights) or num > MOST_ELEMENTS_OF_CONSTANT):
         return None  # a weight; a small buffer is a constant
     form = format_named(operands[0].dtype)
     read = _values(calls, operands, runs) if form.kind in ("int", "bool", "float") else None
@@ -179,7 +179,8 @@ def _other_constant(
         differs = bool(difference)
     else:
         differs = (
-            num <= MOST_OF_CONSTANT and (difference or 0.0) > ROUNDED_TWICE * form.unit_roundoff
+            num <= MOST_ELEMENTS_OF_CONSTANT
+            and (difference or 0.0) > TWICE_ROUNDED_ROUNDOFFS * form.unit_roundoff
         )
     return (
         None

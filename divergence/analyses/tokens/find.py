@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from divergence.comparison.align import PromptStep, logits_row
 from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.constants import KL_TOKENS, TIE_DEVIATIONS
 from divergence.comparison.decide import check
-from divergence.comparison.judge import KL_TOKENS, TIE
 from divergence.comparison.result import (
     Allowed,
     Finding,
@@ -304,9 +304,11 @@ def difference_at(
         gap = max(float(a[ids[0]] - a[ids[1]]), float(b[ids[1]] - b[ids[0]]))
         if not spread_of_row or not math.isfinite(gap):
             return unjudged
-        # the coarsest side that is healthy makes TIE of the limit of a fault
-        z = TIE * gap / (math.sqrt(2) * thresholds.flip * allowed * spread_of_row)
-        return replace(difference, z=z, z_of="model", judgement="tie" if z <= TIE else None)
+        # the coarsest side that is healthy makes TIE_DEVIATIONS of the limit of a fault
+        z = TIE_DEVIATIONS * gap / (math.sqrt(2) * thresholds.flip * allowed * spread_of_row)
+        return replace(
+            difference, z=z, z_of="model", judgement="tie" if z <= TIE_DEVIATIONS else None
+        )
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], true_logits, texts) if step < len(chosen) else None
     flip = replace(difference, truth_choice=choice)
@@ -319,7 +321,7 @@ def difference_at(
     if own is None:
         z_of = None if flip.z is None else "difference"
         return replace(flip, truth_margin=gap, z_of=z_of)
-    judgement = "tie" if own <= TIE else "fault" if own > thresholds.flip else None
+    judgement = "tie" if own <= TIE_DEVIATIONS else "fault" if own > thresholds.flip else None
     return replace(
         flip, truth_margin=gap, z=own, z_of="floor", z_farther=other, judgement=judgement
     )
@@ -422,7 +424,9 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     if faults:
         fault = faults[0]
         headline = fact("tokens.flips", sample=fault.sample, step=fault.step, z=fault.z)
-        spread = all(flip.z_farther is not None and flip.z_farther <= TIE for flip in faults)
+        spread = all(
+            flip.z_farther is not None and flip.z_farther <= TIE_DEVIATIONS for flip in faults
+        )
         places = [(flip.sample, flip.step) for flip in faults] if spread else []
         findings.append(drift(headline, _flip_evidence(fault), places, fault.step))
     if far:

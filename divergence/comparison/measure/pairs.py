@@ -30,8 +30,8 @@ from divergence.comparison.align import (
     why_no_pair,
 )
 from divergence.comparison.analysis import Measured, is_of_machine
+from divergence.comparison.constants import FEW_ROWS, FEWER_CHANNELS_TIMES
 from divergence.comparison.experts import Routes, Routing, unknown_blocks
-from divergence.comparison.judge import FEW_CHANNELS, FEW_ROWS
 from divergence.comparison.measure.rating import (
     ModelFloor,
     PairNumbers,
@@ -407,7 +407,7 @@ def hangs_on_few(against: AgainstTruth) -> bool:
     """Do few channels hold the energy? Beside massive ones, whose rounding is as large as what the
     others hold, a row's error says nothing of those. Of few rows a channel's unit is not known."""
     energy = against.channels[3]
-    few = FEW_CHANNELS * energy.sum() ** 2 < len(energy) * np.square(energy).sum()
+    few = FEWER_CHANNELS_TIMES * energy.sum() ** 2 < len(energy) * np.square(energy).sum()
     return against.num_rows >= FEW_ROWS and bool(few)
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align import Pair, Piece, Pieces
+from divergence.comparison.constants import SMALL_BY_CHANCE_TIMES
 from divergence.comparison.experts import Routed, Routes, Routing
-from divergence.comparison.judge import BY_CHANCE
 from divergence.comparison.measure.truth import SamplesBySite, medians, truth_diffs
 from divergence.comparison.result import (
     LogitsDiff,
@@ -170,7 +170,7 @@ class ModelFloor:
             # below (Wilson and Hilferty 1931), inverted; a few numbers may be as small as any
             n = max(1, num_features)
             root = 1 - 2 / (9 * n) - 4.75 * math.sqrt(2 / (9 * n))
-            most = (max(BY_CHANCE, root**-1.5) if root > 0 else math.inf) * own
+            most = (max(SMALL_BY_CHANCE_TIMES, root**-1.5) if root > 0 else math.inf) * own
             single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
             rows_usual, rows_sink = (
                 np.where(kept, values, -math.inf)

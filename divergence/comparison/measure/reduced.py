@@ -20,7 +20,7 @@ from divergence.comparison.align import (
     is_repeated,
     why_no_pair,
 )
-from divergence.comparison.judge import CASTS, SUMMARY_PRECISION
+from divergence.comparison.constants import CAST_ROUNDINGS, SUMMARY_PRECISION
 from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.result import Skipped
 from divergence.facts import Fact, fact
@@ -308,7 +308,7 @@ def summary_precision(run: Run, record: Record) -> float:
     if off is None:
         return SUMMARY_PRECISION / 2
     lanes = 8 if record.dtype in ("float32", "float64") else 1
-    in_sums = CASTS * norm_floor(record.numel, lanes=lanes)
+    in_sums = CAST_ROUNDINGS * norm_floor(record.numel, lanes=lanes)
     return off + in_sums + format_named(record.dtype).unit_roundoff
 
 

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from divergence.comparison.align import Pair, PromptStep, replayed_from
-from divergence.comparison.judge import FEW_ROWS, made_of
+from divergence.comparison.constants import FEW_ROWS
+from divergence.comparison.judge import made_of
 from divergence.comparison.preflight import other_code, other_weights
 from divergence.comparison.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError

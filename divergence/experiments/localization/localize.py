@@ -31,8 +31,9 @@ from divergence.analyses.operators.operands import given_inputs, operands_text
 from divergence.comparison.align import opened, opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.calls import CallNode, forwards_of
+from divergence.comparison.constants import FEW_ROWS
 from divergence.comparison.decide import RANK, check, confidence_of, decide
-from divergence.comparison.judge import FEW_ROWS, farthest
+from divergence.comparison.judge import farthest
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight import (
     disagreement,

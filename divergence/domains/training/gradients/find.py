@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.comparison.analysis import AnalysisResult, Measured
+from divergence.comparison.constants import EXPLAINED_SHARE
 from divergence.comparison.decide import check
-from divergence.comparison.judge import EXPLAINS
 from divergence.comparison.parameters import together
 from divergence.comparison.result import Finding, SiteResult, Verdict, order_of
 from divergence.facts import fact
@@ -110,6 +110,6 @@ def _factor(sites: Sequence[SiteResult]) -> float | None:
     for site in sites:  # ‖b - factor · a‖² / ‖a‖², from ‖b‖ / ‖a‖ and the cosine of both
         size, apart = 1 + (site.gain or 0.0), site.one_minus_cosine or 0.0
         rest = (size - factor) ** 2 + 2 * size * factor * apart
-        if not rest <= (1 - EXPLAINS) * (site.rel_l2 or 0.0) ** 2:
+        if not rest <= (1 - EXPLAINED_SHARE) * (site.rel_l2 or 0.0) ** 2:
             return None
     return factor

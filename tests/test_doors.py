@@ -24,11 +24,12 @@ INSIDE = {
         analyses.operators.measure analyses.operators.operands analyses.precision.audit
         analyses.tokens.find comparison.align comparison.arithmetic comparison.calls
         comparison.decide comparison.experts comparison.judge comparison.measure.pairs
-        comparison.measure.rating comparison.preflight domains.collectives.compare
-        domains.collectives.orders domains.collectives.recorded domains.collectives.result
-        domains.logprobs.compare domains.probe.find domains.scores.joining domains.scores.judging
-        domains.scores.rows domains.suite.compare domains.training.plan experiments.explain
-        experiments.localization.repetition experiments.sensitivity fleet.many gate.policy""",
+        comparison.measure.rating comparison.preflight comparison.truths
+        domains.collectives.compare domains.collectives.orders domains.collectives.recorded
+        domains.collectives.result domains.logprobs.compare domains.probe.find
+        domains.scores.joining domains.scores.judging domains.scores.rows domains.suite.compare
+        domains.training.plan experiments.explain experiments.localization.repetition
+        experiments.sensitivity fleet.many gate.policy""",
     "what is printed, of answers that no two runs give": """
         comparison.advice domains.doctor.show domains.quantization.show domains.suite.result
         domains.view.app report.bundle report.summary report.text""",

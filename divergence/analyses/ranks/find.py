@@ -19,7 +19,6 @@ from divergence.comparison.align import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers
-from divergence.comparison.preflight import floor_of, without_pads
 from divergence.comparison.result import (
     Finding,
     Onset,
@@ -30,6 +29,7 @@ from divergence.comparison.result import (
     Verdict,
     order_of,
 )
+from divergence.comparison.truths import typical_floor, without_pads
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds
@@ -92,7 +92,7 @@ def _measured(
             # the other run agrees with the right one, as far as rounding lets two results agree
             whole, limit = (
                 other.array(peer),
-                thresholds.typical * floor_of(run.manifest, peer),
+                thresholds.typical * typical_floor(run.manifest, peer),
             )
             off = [not _rel_l2(whole, version) <= limit for version in versions]
             if off == [False, True]:
@@ -247,7 +247,7 @@ def _floor(run: Run, record: Record | None, result: SiteResult | None) -> float:
     floor = None if result is None else result.floor
     if floor and math.isfinite(floor):
         return floor
-    return -math.inf if record is None else floor_of(run.manifest, record)
+    return -math.inf if record is None else typical_floor(run.manifest, record)
 
 
 def _key(pair: Pair) -> tuple[str, int, int, str]:
@@ -278,7 +278,7 @@ def _share(onset: Onset, measured: Measured) -> Fact | None:
             if x is None or y is None:
                 continue
             # the parts' errors among themselves: does one stand out?
-            floor = floor_of(run.manifest, own)
+            floor = typical_floor(run.manifest, own)
             errors = [_error(x[part.index], y[part.index], floor) for part in parts]
             energy, numbers = np.minimum(np.array(errors), 1e200).T
             sides = np.stack([np.ones_like(energy), energy])

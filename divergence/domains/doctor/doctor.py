@@ -56,8 +56,6 @@ from divergence.run.reader import Run
 from divergence.run.site import ROOT, module_of, starred
 from divergence.words import HEADLINES, Progress, printable
 
-# The points and rungs of the checklist, each asked of what is known of two runs.
-
 # Two runs as the checklist sees them: manifests, the lines of preflight, and what compare says.
 
 _STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}

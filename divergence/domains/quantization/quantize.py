@@ -72,8 +72,6 @@ from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.words import Progress, silent
 
-# A model run under a scheme: as a whole, each matrix alone, and with what a target needs kept.
-
 # A model in memory, run with any of its matrices quantised.
 #
 # Everything is held against the model's own floating-point forward over the same tokens (a prompt

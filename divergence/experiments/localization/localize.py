@@ -35,12 +35,7 @@ from divergence.comparison.constants import FEW_ROWS
 from divergence.comparison.decide import RANK, check, confidence_of, decide
 from divergence.comparison.judge import farthest
 from divergence.comparison.measure.truth import inputs_of
-from divergence.comparison.preflight import (
-    disagreement,
-    numbers_in_doubt,
-    other_code,
-    without_pads,
-)
+from divergence.comparison.preflight import numbers_in_doubt, other_code
 from divergence.comparison.result import (
     CausalCheck,
     Onset,
@@ -49,6 +44,7 @@ from divergence.comparison.result import (
     Report,
     Verdict,
 )
+from divergence.comparison.truths import truths_apart, without_pads
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, Level, Localization, OwnError, is_right_alone
@@ -221,7 +217,7 @@ def _descend(
         ops_truth = maker.truth("truth-operators", goal)
     # are the two truths one? And is anything left for another machine to make?
     assert true_run is not None
-    first_apart = None if ops_truth is None else disagreement(true_run, ops_truth)[1]
+    first_apart = None if ops_truth is None else truths_apart(true_run, ops_truth)[1]
     if ops_truth is not None and first_apart is not None:
         refusal = fact(
             "experiments.two_truths",
@@ -526,7 +522,7 @@ def _by_both_codes(
     other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
         return BlamedSide(doubt=fact("experiments.only_by_reference_code"))
-    num_compared, first = disagreement(truth, other, inside=goal.block)
+    num_compared, first = truths_apart(truth, other, inside=goal.block)
     if num_compared == 0:
         return BlamedSide(doubt=fact("experiments.no_common_site"))
     if first is None or _code_differs_little(truth, other, made["candidate"], output):

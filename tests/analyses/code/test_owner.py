@@ -12,8 +12,9 @@ from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.analysis import AnalysisResult
 from divergence.comparison.decide import decide, explained
-from divergence.comparison.preflight import disagreement, other_code, replaced_in
+from divergence.comparison.preflight import other_code, replaced_in
 from divergence.comparison.result import Finding, Onset, OperatorResult, OperatorsResult
+from divergence.comparison.truths import truths_apart
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
 
@@ -103,7 +104,7 @@ def opened(runs, *names):
 
 def test_float64_runs_of_one_code_agree(runs):
     """Other kernels add in another order: some 1e-16 apart, and within the limit."""
-    num_compared, first = disagreement(*opened(runs, "truth", "sdpa"))
+    num_compared, first = truths_apart(*opened(runs, "truth", "sdpa"))
     assert first is None
     assert num_compared > 8
 
@@ -115,18 +116,18 @@ def test_what_stands_at_pads_is_no_result(tmp_path, shared_run):
     )
     one = make_truth(a, out=tmp_path / "one")
     two = make_truth(a, out=tmp_path / "two", attn_implementation="sdpa")
-    num_compared, first = disagreement(one, two)
+    num_compared, first = truths_apart(one, two)
     assert first is None
     assert num_compared > 8
 
 
 def test_float64_runs_of_other_code_do_not(runs):
     """One part in 10⁹, far below what float32 shows, in the first block."""
-    _, first = disagreement(*opened(runs, "truth", "other"))
+    _, first = truths_apart(*opened(runs, "truth", "other"))
     assert first["site"] == "model.layers.0:out"
     assert 1e-11 < first["rel_l2"] < 1e-9
     assert first["limit"] < 1e-12
-    _, inside = disagreement(*opened(runs, "truth", "other"), inside=BLOCK)
+    _, inside = truths_apart(*opened(runs, "truth", "other"), inside=BLOCK)
     assert inside["site"] == f"{BLOCK}:out"
 
 

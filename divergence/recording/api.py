@@ -56,7 +56,6 @@ from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import (
     DEFAULT,
     GroupResult,
-    GroupStep,
     Session,
     check_ids,
     engine_named,
@@ -510,7 +509,7 @@ class Capture:
         self.selection = SiteSelection(request.sites, self.notes, recorded=request.recorded_sites)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         ranks = self.ranks = loaded.ranks
-        self.plants, self.step = request.plants, getattr(session, "step", None) or GroupStep()
+        self.plants, self.step = request.plants, session.step
         places = self.step.places(self.notes)
         check_places(request.plants, places, num_ranks=1 if ranks is None else ranks.size)
         # what cannot be done
@@ -574,8 +573,9 @@ class Capture:
             # 3. What the machine did while they ran.
             self.determinism.note_in(manifest.settings)
             manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
-            precision = getattr(self.session, "precision", None)  # of the dtypes as they were
-            manifest.training = msgspec.structs.replace(self.step.training, precision=precision)
+            manifest.training = msgspec.structs.replace(
+                self.step.training, precision=self.session.precision
+            )
             for note in watch.afterwards():
                 self._note(note)
             # 4. Does this machine repeat itself? The free pass again, its digests held against the

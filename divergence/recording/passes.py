@@ -264,7 +264,7 @@ def check_forwards(request: Request, session: Session) -> None:
     if not options:
         return
     option, loaded = options[-1], session.loaded
-    if not getattr(session, "makes_forwards", False):
+    if not session.makes_forwards:
         raise UsageError(f"{option}: the engine {session.note().name} cannot be told")
     if option == "--no-hooks":
         return
@@ -274,7 +274,7 @@ def check_forwards(request: Request, session: Session) -> None:
         return
     if not request.use_cache:
         raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
-    if not getattr(session, "has_cache", True):
+    if not session.has_cache:
         raise UsageError(f"--prefill-chunk feeds a cache, and {session.note().name} runs without")
     if "past_key_values" not in inspect.signature(loaded.module.forward).parameters:
         raise UsageError(

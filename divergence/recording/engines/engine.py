@@ -28,6 +28,7 @@ from divergence.run.manifest import (
     ModelIdentity,
     ModuleNote,
     SampleTokens,
+    StepPrecision,
     Training,
 )
 from divergence.run.site import did_you_mean
@@ -423,11 +424,23 @@ class GroupStep:
 
 
 class Session(Protocol):
-    """A loaded model, ready to run. What it records it gives to the recorder that it made."""
+    """A loaded model, ready to run. What it records it gives to the recorder that it made. A class
+    that inherits from this protocol, or from ``sessions.TorchSession``, has the defaults below."""
 
     loaded: LoadedModel
     lacks: Mapping[Feature, str]
     """What this engine cannot do, each with the reason in a few words."""
+    makes_forwards: ClassVar[bool] = False
+    """Can it be told to go without a cache, to feed a prompt in chunks, and to run backward?"""
+    has_cache: ClassVar[bool] = True
+    """Does a decode step read keys and values that the steps before it left?"""
+    step: GroupStep = GroupStep()
+    """What is made of each group of prompts beside its forwards."""
+
+    @property
+    def precision(self) -> StepPrecision | None:
+        """Of a training step: the dtypes of its parts as they were, once the free pass is made."""
+        return None
 
     def settle(
         self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None

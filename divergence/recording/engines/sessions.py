@@ -18,6 +18,7 @@ from divergence.recording.engines.engine import (
     EngineOptions,
     Feature,
     GroupResult,
+    GroupStep,
     check_ids,
     run_group,
 )
@@ -32,6 +33,7 @@ from divergence.run.manifest import (
     ModelIdentity,
     ModuleNote,
     SampleTokens,
+    StepPrecision,
 )
 from divergence.run.site import did_you_mean, escape_path
 
@@ -73,9 +75,9 @@ class TorchSession:
     lacks: ClassVar[Mapping[Feature, str]] = {}
     name: ClassVar[str] = "transformers"
     makes_forwards: ClassVar[bool] = True
-    """It can be told to go without a cache, and to feed a prompt in chunks."""
     has_cache: ClassVar[bool] = True
-    """A decode step reads keys and values that the steps before it left."""
+    step: GroupStep = GroupStep()
+    precision: StepPrecision | None = None
 
     def __init__(
         self, loaded: LoadedModel, options: Mapping[str, EngineValue] | None = None

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -682,15 +682,15 @@ class TrainingStep(GroupStep):
 
 
 class TrainingSession:
-    """``inner``'s model, in training."""
+    """``inner``'s model, in training: a step is fed in one way alone, and decodes nothing."""
 
-    makes_forwards = False
-    """A step is fed in one way alone."""
+    makes_forwards: ClassVar[bool] = False
+    has_cache: ClassVar[bool] = False
 
     def __init__(self, inner: Session, training: Training) -> None:
         self._inner, self._training = inner, training
         self.loaded: LoadedModel = inner.loaded
-        self.step = TrainingStep(inner.loaded, training)
+        self.step: GroupStep = TrainingStep(inner.loaded, training)
         self.lacks: Mapping[Feature, str] = {
             **inner.lacks,
             "whole": "a training step decodes nothing",
@@ -702,7 +702,7 @@ class TrainingSession:
         loaded = inner.loaded
         if loaded.task != "causal-lm":
             raise UsageError(f"--train is for causal language models, and this is an {loaded.task}")
-        if not getattr(inner, "makes_forwards", False):
+        if not inner.makes_forwards:
             raise UsageError(f"--train: the engine {inner.note().name} makes no backward")
         if training.autocast not in (None, "bfloat16", "float16"):
             raise UsageError(f"--autocast {training.autocast}: bfloat16 or float16")

@@ -92,7 +92,7 @@ class Addition:
 class Claim:
     """A statement of a finding that may be the verdict."""
 
-    rank: int
+    precedence: int
     """Smaller decides before larger; comparison.decide.CLAIMS has the core's, of which ``equal``
     (80) and ``within_rounding`` (100) answer for every pair that was measured."""
     measured: bool = True

@@ -1,7 +1,7 @@
 """The decision: findings in, one verdict out. Nothing else makes a verdict.
 
-1. Of the findings that convict, the first of ``CLAIMS`` is the verdict; of those of one rank,
-   what happens first. The others stand beside it.
+1. Of the findings that convict, the first of ``CLAIMS`` is the verdict; of those of one
+   precedence, what happens first. The others stand beside it.
 2. A rank that disagrees with its replicas is named where it comes first, or nothing else is wrong.
 3. An operator makes the place more precise, or convicts where the blocks are quiet. Where it blames
    the other side in the same block, the evidence contradicts itself, and no side is named.
@@ -68,10 +68,11 @@ CLAIMS: dict[str, Claim] = {
     # no operator makes the error
     "operators_fine": Claim(110, measured=False),
 }
-"""What may be the verdict: smaller ranks decide before larger. Of the claims of one rank the
-earliest in the run decides. Those of domains stand in their ``Domain.claims``. Other findings are
-told beside one of these: replicas_disagree (ranks that must hold the same do not), operator_off (an
-operator makes the error), context, explanation, side_not_told, stands_out (a place to look)."""
+"""What may be the verdict: a smaller precedence decides before a larger one. Of the claims of one
+precedence the earliest in the run decides. Those of domains stand in their ``Domain.claims``. Other
+findings are told beside one of these: replicas_disagree (ranks that must hold the same do not),
+operator_off (an operator makes the error), context, explanation, side_not_told, stands_out (a place
+to look)."""
 
 _MADE = ("error_made_here", "error_everywhere_of_kind")
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
@@ -80,7 +81,7 @@ _QUIET = ("identical", "within_floor", "undetermined", "drift")
 _SIDES = {"reference", "candidate"}
 _FIRST = (-1, -1, -1)
 
-RANK = {"low": 0, "medium": 1, "high": 2}
+CONFIDENCE_ORDER = {"low": 0, "medium": 1, "high": 2}
 _BASIS = frozenset(
     {
         "anchored",  # seen where both sides got the same inputs
@@ -134,7 +135,7 @@ def decide(
         if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
     ]
     convicting = [finding for finding in convicting if finding not in enlarged]
-    first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
+    first = min(convicting, key=lambda f: _precedence_of(f, convicting), default=None)
     verdict, place, flags = None, None, frozenset[SiteKey]()
     if first is not None:
         verdict = _verdict_of(first)
@@ -155,7 +156,7 @@ def decide(
         if finding.role == "hints":
             verdict = _with(verdict or _verdict_of(finding), *finding.evidence)
             continue
-        verdict, is_first = _with_rank(verdict, place, finding)
+        verdict, is_first = _beside_odd_rank(verdict, place, finding)
         if is_first:
             flags |= frozenset(finding.flags)
     for finding in findings:
@@ -221,16 +222,18 @@ def claim_named(name: str) -> Claim:
     return claim
 
 
-def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
-    """Ranks a finding: by the rank of its claim, then when it happens. What lies between
-    modules is seen in free runs; beside what was seen in equal inputs it comes later."""
-    rank = claim_named(finding.claim).rank
+def _precedence_of(
+    finding: Finding, others: Sequence[Finding]
+) -> tuple[int, tuple[int, int, int], bool]:
+    """By the precedence of its claim, then when it happens. What lies between modules is seen in
+    free runs; beside what was seen in equal inputs it comes later."""
+    precedence = claim_named(finding.claim).precedence
     if finding.claim == "error_between" and not any(
-        other.equal_inputs and claim_named(other.claim).rank < rank for other in others
+        other.equal_inputs and claim_named(other.claim).precedence < precedence for other in others
     ):
-        rank = _SEEN_IN_EQUAL_INPUTS
+        precedence = _SEEN_IN_EQUAL_INPUTS
     # at one place, what is exact comes before what is measured
-    return rank, finding.place or _FIRST, finding.claim in _MADE
+    return precedence, finding.place or _FIRST, finding.claim in _MADE
 
 
 def _verdict_of(finding: Finding) -> Verdict:
@@ -255,7 +258,7 @@ def _with(verdict: Verdict, *evidence: Fact) -> Verdict:
     return replace(verdict, evidence=[*verdict.evidence, *new])
 
 
-def _with_rank(
+def _beside_odd_rank(
     verdict: Verdict | None, place: tuple[bool, int, int, int] | None, finding: Finding
 ) -> tuple[Verdict, bool]:
     """A rank that disagrees with its replicas: beside what comes before it, in the place of what
@@ -308,7 +311,10 @@ def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
         return replace(verdict, evidence=[*verdict.evidence, *finding.evidence])
     if verdict.kind in _QUIET:
         return replace(own, evidence=[*finding.evidence, *finding.beside])
-    if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[own.confidence]:
+    if (
+        verdict.kind == "localized"
+        and CONFIDENCE_ORDER[verdict.confidence] > CONFIDENCE_ORDER[own.confidence]
+    ):
         # that the block is wrong is as sure as it was; the operator only tells where to look in it
         own = replace(
             own,

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.comparison import decide as deciding
-from divergence.comparison.decide import CLAIMS, RANK, Decision, check, confidence_of, explained
+from divergence.comparison.decide import (
+    CLAIMS,
+    CONFIDENCE_ORDER,
+    Decision,
+    check,
+    confidence_of,
+    explained,
+)
 from divergence.comparison.result import Check, Finding, Onset, PreflightLine
 from divergence.domain import Claim, Domain
 from divergence.facts import plain, worded
@@ -25,10 +32,10 @@ def decide(findings, preflight=(), **options):
 
 
 LINES = [
-    [name for name, claim in CLAIMS.items() if claim.rank == rank]
-    for rank in sorted({claim.rank for claim in CLAIMS.values()})
+    [name for name, claim in CLAIMS.items() if claim.precedence == precedence]
+    for precedence in sorted({claim.precedence for claim in CLAIMS.values()})
 ]
-"""Claims by rank."""
+"""Claims by precedence."""
 DOCS = Path(__file__).parents[2] / "docs"
 
 KINDS = {
@@ -145,7 +152,7 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
 @settings(max_examples=300, deadline=None)
 def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
     """What stands below the verdict's claim in the table may be told beside it, and no more."""
-    line = {claim: CLAIMS[claim].rank for claim in CLAIMS}
+    line = {claim: CLAIMS[claim].precedence for claim in CLAIMS}
     findings = [finding(claim, order=n, equal_inputs=equal) for claim, n, equal in chosen]
     verdict = decide(findings).verdict
     if verdict.summary == "error_between":
@@ -208,7 +215,7 @@ def test_an_operator_that_agrees_never_lowers_confidence(claim, met):
     block = finding(claim, side="candidate")
     alone = decide([block]).verdict
     both = decide([block, operator("candidate", met=met)]).verdict
-    assert RANK[both.confidence] >= RANK[alone.confidence]
+    assert CONFIDENCE_ORDER[both.confidence] >= CONFIDENCE_ORDER[alone.confidence]
     assert (both.side, both.onset.site) == ("candidate", "h.3/aten.mm:out")
 
 
@@ -420,7 +427,7 @@ def test_meeting_a_check_never_lowers_confidence(names):
     for states in itertools.product(("met", "failed", "not_made"), repeat=2):
         checks = [Check(name=n, state=s) for n, s in zip(names, states, strict=True)]
         better = [Check(name=names[0], state="met"), checks[1]]
-        assert RANK[confidence_of(better)] >= RANK[confidence_of(checks)]
+        assert CONFIDENCE_ORDER[confidence_of(better)] >= CONFIDENCE_ORDER[confidence_of(checks)]
 
 
 def test_high_needs_every_check_and_free_runs_alone_are_low():

@@ -32,7 +32,7 @@ from divergence.comparison.align import opened, opened_truth
 from divergence.comparison.api import compare
 from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.constants import FEW_ROWS
-from divergence.comparison.decide import RANK, check, confidence_of, decide
+from divergence.comparison.decide import CONFIDENCE_ORDER, check, confidence_of, decide
 from divergence.comparison.judge import farthest
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight import numbers_in_doubt, other_code
@@ -728,7 +728,10 @@ def decided(
         None,
         first.block,
     )
-    if same_block and RANK[decided_verdict.confidence] > RANK[verdict.confidence]:
+    if (
+        same_block
+        and CONFIDENCE_ORDER[decided_verdict.confidence] > CONFIDENCE_ORDER[verdict.confidence]
+    ):
         checks = decided_verdict.checks  # that the block is wrong is as sure as it was
     if named.contradiction is not None:
         checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]

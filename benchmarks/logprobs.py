@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from divergence import compare, import_dump
-from divergence.numerics.floor import BY_DTYPE
+from divergence.numerics.floor import LOGPROB_LIMIT_BY_DTYPE
 
 Change = Callable[[int, int, float, random.Random], float]
 
@@ -116,7 +116,7 @@ def _rows(what: str, path: Path, ids: torch.Tensor) -> None:
         p99 = float(size.quantile(0.99))
         print(
             f"| {what} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
-            f"{spread:.1f} | {BY_DTYPE[name]:.1e} |",
+            f"{spread:.1f} | {LOGPROB_LIMIT_BY_DTYPE[name]:.1e} |",
             flush=True,
         )
 
@@ -151,7 +151,7 @@ def experts() -> None:
                 table = torch.log_softmax(model.to(dtype)(ids).logits.double(), -1)[:, :-1]
             scores.append(table.gather(-1, ids[:, 1:, None]))
         size = (scores[0] - scores[1]).abs().flatten()
-        far = size > 4 * BY_DTYPE["bfloat16"]
+        far = size > 4 * LOGPROB_LIMIT_BY_DTYPE["bfloat16"]
         print(
             f"| {gain} | {float(size.mean()):.1e} | {float(size.median()):.1e} | "
             f"{float(far.double().mean()):.1%} | {float(size[far].sum() / size.sum()):.0%} |",

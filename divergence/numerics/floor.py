@@ -32,13 +32,6 @@ of this floor (THRESHOLDS) and not the floor itself.
 Sources: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., sections
 2.8 and 4.5 (statistical error of sums); Higham and Mary, SIAM J. Sci. Comput. 41,
 2019 (probabilistic bounds, √n).
-
-What a threshold may be: a multiple of the floor that decides something.
-
-Correct kernels reach 2.2 floors, a fault that leaves no digit right some 1 / u = 256 in bfloat16;
-0.01 to 1000 holds both. A limit of zero would flag every healthy pair, one of a billion would
-excuse every fault, and nan is above and below nothing. Chance alone moves few numbers
-farther, so limits are wider for them (``spread``, ``rare_ratio``).
 """
 
 from __future__ import annotations
@@ -66,8 +59,13 @@ _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in 
 # so this is a wide bound. float16 has three bits more; float32, whose accumulators are no wider
 # than its stores, shows 4e-6 there and more where sums are longer.
 
-BY_DTYPE = {"bfloat16": 2.0**-3, "float16": 2.0**-6, "float32": 2.0**-14, "float64": 2.0**-20}
-WIDEST = BY_DTYPE["bfloat16"]
+LOGPROB_LIMIT_BY_DTYPE = {
+    "bfloat16": 2.0**-3,
+    "float16": 2.0**-6,
+    "float32": 2.0**-14,
+    "float64": 2.0**-20,
+}
+LOGPROB_LIMIT_WIDEST = LOGPROB_LIMIT_BY_DTYPE["bfloat16"]
 """Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
 
 ENOUGH = 64
@@ -221,6 +219,11 @@ def norm_floor(num_values: int, *, lanes: int = 8) -> float:
     lost = 0.033 * (1.4 * ACCUMULATOR_ROUNDOFF * num_values / lanes) ** 1.5
     return min(1.0, math.hypot(chance, lost)) / 2
 
+
+# What a threshold may be. Correct kernels reach 2.2 floors, a fault that leaves no digit right some
+# 1 / u = 256 in bfloat16: both lie inside. A limit of zero would flag every healthy pair, one of a
+# billion would excuse every fault, and nan is above and below nothing. Chance alone moves few
+# numbers farther, so limits are wider for them (``spread``, ``rare_ratio``).
 
 ALLOWED = (0.01, 1000.0)
 """The least and the largest threshold."""

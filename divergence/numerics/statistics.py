@@ -27,7 +27,7 @@ LEAST_PROMPTS = 8
 """Fewer give 2^7 = 128 changes of sign or less that count twice: no p value below 1%."""
 _DRAWS = 10_000
 _EXACT = 12
-_LEVEL, _POWER = 0.01, 0.8
+LEVEL, _POWER = 0.01, 0.8
 
 
 class Certainty(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Certainty(msgspec.Struct, frozen=True, kw_only=True):
             and self.high is not None
             and not self.low <= 0 <= self.high
             and self.p_value is not None
-            and self.p_value <= _LEVEL
+            and self.p_value <= LEVEL
         )
 
 
@@ -67,9 +67,9 @@ def certainty_of(values: np.ndarray) -> Certainty:
     for start in range(0, _DRAWS, draws):
         picked = generator.integers(0, num, (min(draws, _DRAWS - start), num))
         means.append(values[picked].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [_LEVEL / 2, 1 - _LEVEL / 2])
+    low, high = np.quantile(np.concatenate(means), [LEVEL / 2, 1 - LEVEL / 2])
     normal = NormalDist()
-    z = normal.inv_cdf(1 - _LEVEL / 2) + normal.inv_cdf(_POWER)
+    z = normal.inv_cdf(1 - LEVEL / 2) + normal.inv_cdf(_POWER)
     spread = float(values.std(ddof=1))
     # of all changes of sign where they are few, else of draws of them
     wanted = abs(mean) * (1 - 1e-12)
@@ -108,7 +108,7 @@ def least_share(num: int, of: int) -> float:
         else:  # the normal distribution, in place of many terms
             spread = math.sqrt(of * share * (1 - share)) or 1.0
             above = 1 - NormalDist(of * share, spread).cdf(num - 0.5)
-        low, high = (share, high) if above < _LEVEL else (low, share)
+        low, high = (share, high) if above < LEVEL else (low, share)
     return low
 
 
@@ -139,7 +139,6 @@ def rank_sum(values: np.ndarray, there: np.ndarray) -> float:
 # That model is as far as they get: its answers are as alike as these, and like these no more than
 # answers to another prompt are. One that answers nearly the same is seen less well.
 
-LEVEL, _POWER_TWO_SAMPLE = 0.01, 0.8
 _DRAWS_TWO_SAMPLE, _TRIALS = 2000, 200
 _SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
@@ -233,6 +232,6 @@ def _smallest_share(
         for prompt in prompts:
             kept = (generator.random((_TRIALS, sum(prompt.num))) >= share).astype(np.float64)
             mmds += prompt.statistic(other, kept)
-        if float((mmds / len(prompts) > bound).mean()) >= _POWER_TWO_SAMPLE:
+        if float((mmds / len(prompts) > bound).mean()) >= _POWER:
             return share
     return None

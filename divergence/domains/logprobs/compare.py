@@ -55,7 +55,7 @@ from divergence.domains.logprobs.result import (
 )
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, plain
-from divergence.numerics.floor import WIDEST
+from divergence.numerics.floor import LOGPROB_LIMIT_WIDEST
 from divergence.numerics.formats import format_named
 from divergence.numerics.logits import SAFETY_BOUND, divergence_bounds, rollout_metrics
 from divergence.numerics.statistics import (
@@ -879,7 +879,7 @@ def _beyond(
     mean = result.delta.mean_abs if result.delta else 0.0
     if experts is not False and result.delta:  # of the tail that other experts make, all but that
         mean = typical_of(np.concatenate([np.abs(pair.delta) for pair in pairs]))
-    if mean <= WIDEST and not scale.by_dtype:
+    if mean <= LOGPROB_LIMIT_WIDEST and not scale.by_dtype:
         within = fact("logprobs.within_widest", floor=scale.floor is not None)
         return check("scale", False, within)
     source = fact("logprobs.by", source=scale.source)

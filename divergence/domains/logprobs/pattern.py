@@ -19,7 +19,7 @@ from divergence.domains.logprobs.pairs import PromptPair, pair_runs, prompt_line
 from divergence.domains.logprobs.result import LogprobsResult
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
-from divergence.numerics.floor import BY_DTYPE, THRESHOLDS, WIDEST
+from divergence.numerics.floor import LOGPROB_LIMIT_BY_DTYPE, LOGPROB_LIMIT_WIDEST, THRESHOLDS
 from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, Certainty, certainty_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
@@ -29,10 +29,11 @@ from divergence.words import grouped
 #
 # Measured, where ``--floor`` names trusted runs of the same prompts: their mean |Δ| from the
 # reference, widened as every floor is (numerics.floor, ``widen``). Else by the dtype that a side
-# computed in (numerics.floor, ``BY_DTYPE``).
+# computed in (numerics.floor, ``LOGPROB_LIMIT_BY_DTYPE``).
 
 FAR = 4.0
-"""Times WIDEST, half a nat: beyond it no precision in use is meant, but another model."""
+"""Times LOGPROB_LIMIT_WIDEST, half a nat: beyond it no precision in use is meant, but another
+model."""
 _TO_SIGMA = math.sqrt(math.pi / 2)
 """A normal deviation over its mean size."""
 
@@ -81,15 +82,15 @@ def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
         together = np.concatenate([_from_floor(a, b, run) for run in floors])
         floor = np.abs(together)
         value = THRESHOLDS.widen * float(floor.mean())
-        if value > FAR * WIDEST:
+        if value > FAR * LOGPROB_LIMIT_WIDEST:
             return Scale(value, fact("logprobs.far_floor_runs", num_runs=len(floors)))
         source = fact("logprobs.floor_runs", num_runs=len(floors))
         return Scale(max(value, 2.0**-20), source, floor)
     dtypes = [run.manifest.model_dtype.removeprefix("torch.") for run in (a, b)]
-    if all(dtype in BY_DTYPE for dtype in dtypes):
-        coarse = max(dtypes, key=BY_DTYPE.__getitem__)
-        return Scale(BY_DTYPE[coarse], fact("logprobs.dtype", dtype=coarse))
-    return Scale(WIDEST, fact("logprobs.no_dtype"))
+    if all(dtype in LOGPROB_LIMIT_BY_DTYPE for dtype in dtypes):
+        coarse = max(dtypes, key=LOGPROB_LIMIT_BY_DTYPE.__getitem__)
+        return Scale(LOGPROB_LIMIT_BY_DTYPE[coarse], fact("logprobs.dtype", dtype=coarse))
+    return Scale(LOGPROB_LIMIT_WIDEST, fact("logprobs.no_dtype"))
 
 
 def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
@@ -164,7 +165,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     if not together.any():
         return Pattern(name="equal", shift=shift)
     mean = float(together.mean())
-    far = mean > FAR * max(scale.value, WIDEST)
+    far = mean > FAR * max(scale.value, LOGPROB_LIMIT_WIDEST)
     enough = shift.num_prompts >= LEAST_PROMPTS
     # however few prompts they are of, rounding and other precisions move tokens either way
     one_sided = mean > _LEAST * scale.value and is_one_way(delta)
@@ -312,7 +313,7 @@ def doubts_of(
         size += [fact("logprobs.goes_with_size", share=share)] if share >= MOST else []
     # answers, prompts and tokens that rounding does not explain, whatever the mean of all is: what
     # is computed at once for a long prompt is right where what follows step by step may not be
-    explained = scale.value if scale.by_dtype else max(scale.value, WIDEST)
+    explained = scale.value if scale.by_dtype else max(scale.value, LOGPROB_LIMIT_WIDEST)
     sizes = [np.abs(pair.delta) for pair in pairs if len(pair.delta)]
     answers = [np.abs(pair.delta[pair.places >= pair.answer_begins]) for pair in pairs]
     together = np.concatenate([np.empty(0), *answers])

@@ -28,7 +28,7 @@ from divergence.domains.scores.result import (
 from divergence.domains.scores.rows import Evaluation, ScoreRow, Series, SeriesName
 from divergence.errors import PromptError, UsageError
 from divergence.facts import Fact, fact, sentence
-from divergence.numerics.floor import BY_DTYPE, WIDEST
+from divergence.numerics.floor import LOGPROB_LIMIT_BY_DTYPE, LOGPROB_LIMIT_WIDEST
 from divergence.numerics.logits import log_softmax
 from divergence.recording.prompts import Prompt, tokenize
 from divergence.run.foreign import DumpFolder
@@ -384,11 +384,15 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
     """Tell how far a margin may move by rounding of the coarser dtype, in nats, and of which."""
-    limited = [dtype for dtype in dtypes if dtype in BY_DTYPE]
+    limited = [dtype for dtype in dtypes if dtype in LOGPROB_LIMIT_BY_DTYPE]
     coarse = (
-        max(limited, key=lambda dtype: BY_DTYPE[dtype]) if len(limited) == len(dtypes) else None
+        max(limited, key=lambda dtype: LOGPROB_LIMIT_BY_DTYPE[dtype])
+        if len(limited) == len(dtypes)
+        else None
     )
-    bound = math.sqrt(2) * (WIDEST if coarse is None else BY_DTYPE[coarse])
+    bound = math.sqrt(2) * (
+        LOGPROB_LIMIT_WIDEST if coarse is None else LOGPROB_LIMIT_BY_DTYPE[coarse]
+    )
     source = fact("evaluations.rounding", dtype=coarse or "bfloat16", known=coarse is not None)
     return _LIMIT * _MEAN_TO_SIGMA * bound, source
 

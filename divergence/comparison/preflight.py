@@ -533,15 +533,17 @@ _PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeDifference:
-    """One class of module that runs other code. ``text``: what differs; ``deliberate``:
-    somebody put other code there, it is not a matter of versions. ``places``: modules, with ``*``
-    for numbers; ``paths``: those alone that differ, where not all modules of the class do."""
+    """One class of module that runs other code."""
 
     name: str
     text: Fact
+    """What differs."""
     deliberate: bool
+    """Did somebody put other code there, so that it is no matter of versions?"""
     places: Sequence[str] = ()
+    """Modules of the class, with ``*`` for numbers."""
     paths: Sequence[str] = ()
+    """The modules alone that differ, where not all of the class do."""
 
     def concerns(self, block: str) -> bool:
         """Does a module of this class lie in ``block``, or is it that?"""

@@ -43,33 +43,46 @@ class Masked:
 
 @dataclass(frozen=True, slots=True)
 class OperatorErrors:
-    """Relative to the rows' ‖R‖, of a gradient's small rows to the median one's: (T,) float64.
-    ``floor``: of the coarser of both sides' dtypes that the reference stores; ``numbers``: (2, T)
-    of how many numbers each side's error is made; ``columns``: (D,) sums of R² over how
-    many rows, of all forwards so far; ``column_*``: (D,) sums of squared relative errors,
-    ``column_fourth``: (2, D) of fourth powers; ``num_nonfinite``: elements that are nan or
-    inf on that side alone; ``over_1_ulp``: share of elements more than one ulp from R, on each
-    side; ``rows``: (T,) numbers of these rows among all of them (those of R = 0, or masked
-    altogether, have none), whose axes ``shape`` gives; ``norm``: (T,) their ‖R‖; ``counts``: (T,)
-    elements of each that were not masked; ``masked``: what one side alone masks."""
+    """How far two sides of an operator's result are from the truth R, and from one another: T rows
+    of D columns, in float64. Errors of a row are relative to its ‖R‖; where a gradient has rows
+    smaller than its median one, to that one's."""
 
     reference: torch.Tensor
+    """(T,): the reference's error."""
     candidate: torch.Tensor
+    """(T,): the candidate's."""
     between: torch.Tensor
+    """(T,): the two sides' difference."""
     floor: torch.Tensor
+    """(T,): what rounding explains, in the coarser of both sides' dtypes that the reference
+    stores."""
     numbers: torch.Tensor
+    """(2, T): of how many numbers each side's error is made."""
     columns: Columns | None
+    """(D,) and a number: sums of R², and over how many rows, of all forwards so far."""
     column_reference: torch.Tensor
+    """(D,): sums of the reference's squared relative errors."""
     column_candidate: torch.Tensor
+    """(D,): of the candidate's."""
     column_floor: torch.Tensor
+    """(D,): of the floor's."""
     column_fourth: torch.Tensor
+    """(2, D): sums of each side's fourth powers."""
     num_nonfinite: tuple[int, int]
+    """Elements that are nan or inf on that side alone."""
     over_1_ulp: tuple[float, float]
+    """Share of elements more than one ulp from R, on each side."""
     rows: torch.Tensor
+    """(T,): the numbers of these rows among all; those of R = 0, or masked altogether, are left
+    out."""
     shape: tuple[int, ...]
+    """The axes that number the rows."""
     norm: torch.Tensor
+    """(T,): the rows' ‖R‖."""
     counts: torch.Tensor
+    """(T,): elements of each that were not masked."""
     masked: Masked | None = None
+    """What one side alone masks."""
 
 
 def sum_rounding(num_terms: int) -> float:

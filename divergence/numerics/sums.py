@@ -81,19 +81,19 @@ def set_device(device: torch.device | None) -> None:
 
 
 class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """Per row t (leading dims flattened), float64, shape (rows,).
-
-    ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both
-    sides. ``diff``: ‖d_t‖, which is known where ‖a_t‖ is 0. ``norm``: ‖a_t‖. ``update_norm``:
-    ‖a_t - base_t‖, None without base. ``nonfinite``: 0 where all of an unmasked row is finite, 1
-    where both sides agree at each nan and inf, 2 where they do not; None where no row has any.
-    """
+    """Per row t (leading dims flattened), float64, each of shape (rows,)."""
 
     rel_l2: np.ndarray
+    """‖d_t‖/‖a_t‖; nan where the row is masked or has no element finite on both sides."""
     diff: np.ndarray
+    """‖d_t‖, which is known where ‖a_t‖ is 0."""
     norm: np.ndarray
+    """‖a_t‖."""
     update_norm: np.ndarray | None
+    """‖a_t - base_t‖; None without base."""
     nonfinite: np.ndarray | None = None
+    """0 where all of an unmasked row is finite, 1 where both sides agree at each nan and inf, 2
+    where they do not; None where no row has any."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):

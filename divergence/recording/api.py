@@ -157,6 +157,7 @@ def capture(
     truth: str | None = None,
     seed: int | None = None,
     force: bool = False,
+    command: str | None = None,
     progress: Progress | None = None,
     prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
     loading: LoadOptions | None = None,
@@ -164,7 +165,7 @@ def capture(
     recording: RecordOptions | None = None,
     machine: MachineOptions | None = None,
     cases: CaseOptions | None = None,
-    **old: object,
+    **more: object,
 ) -> Run:
     """Run ``model`` here and record it in the directory ``out``; returns the opened run.
 
@@ -192,7 +193,8 @@ def capture(
     and in which passes; ``machine``, its name, switches and memory; ``cases``, of a suite.
     Domains add groups of their own: ``training``, one step of it in place of decoding
     (docs/training.md). Earlier versions took them beside the others, as ``batch=True``: that still
-    works, with a RenamedWarning.
+    works, with a RenamedWarning. ``command``: what the manifest names as the command line that
+    made the run.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError, and TypeError for a name that there is none of.
@@ -204,11 +206,10 @@ def capture(
         "recording": recording,
         "machine": machine,
         "cases": cases,
-        **{name: old.pop(name) for name in GROUPS if name in old},
+        **{name: more.pop(name) for name in GROUPS if name in more},
     }
-    command = old.pop("command", None)
-    if old:
-        moved = renamed("capture", old, beside=inspect.signature(capture).parameters)
+    if more:  # by the names of earlier versions
+        moved = renamed("capture", more, beside=inspect.signature(capture).parameters)
         warnings.warn(moved, RenamedWarning, stacklevel=2)
     return make_run(
         model,
@@ -229,7 +230,7 @@ def capture(
         store=store,
         truth=truth,
         seed=seed,
-        **{**ungrouped(groups), **old},
+        **{**ungrouped(groups), **more},
     )
 
 

@@ -149,7 +149,7 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
         (
             capture,
             MainOptions,
-            f"model out inputs like force progress prepare old {' '.join(GROUPS)}",
+            f"model out inputs like force command progress prepare more {' '.join(GROUPS)}",
         ),
         (truth, TruthOptions, "run out force command progress"),
         (replay, ReplayOptions, "run out force command progress"),
@@ -216,7 +216,7 @@ def test_options_that_run_foreign_code_are_no_settings():
 def test_capture_takes_what_few_set_in_groups():
     """At most 25 names, and every option of the command is one of them or in one of them."""
     parameters = inspect.signature(capture).parameters
-    assert len(parameters.keys() - {"old"}) <= 25
+    assert len(parameters.keys() - {"more"}) <= 25
     hints = {name: parameters[name].annotation for name in GROUPS}
     assert hints == {name: f"{kind.__name__} | None" for name, kind in GROUPS.items()}
     assert all(getattr(divergence, kind.__name__) is kind for kind in GROUPS.values())
@@ -251,6 +251,12 @@ def test_groups_and_what_they_were_are_the_same(made):
     in_groups, alone = made
     assert {name: in_groups[name] for name in alone} == alone
     assert alone["batch"] is True and alone["revision"] == "main"
+
+
+def test_the_command_that_the_manifest_names_is_a_keyword(made):
+    """It is handed on as it is, without a word on names of earlier versions."""
+    capture("m", out="a", command="my-tool run")
+    assert [values["command"] for values in made] == ["my-tool run"]
 
 
 def test_a_name_that_there_is_none_of_is_refused(made):

@@ -90,19 +90,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Look:
-    """One forward of one prompt at one site. ``typical``: its median token's ratio; ``share``: of
-    the result's numbers that belong to this prompt; ``limit``: of ``typical``; ``usage``: the
-    largest share of any limit of this look that is used, over 1 where it is beyond one;
-    ``between``: of the limit on the two sides' difference, which needs no truth."""
+    """One forward of one prompt at one site."""
 
     result: SiteResult
     sample: int
     typical: float
+    """Its median token's ratio."""
     num_rows: int
     share: float = 1.0
+    """Of the result's numbers, those that belong to this prompt."""
     limit: float = 0.0
+    """Of ``typical``."""
     usage: float = 0.0
+    """The largest share of any limit of this look that is used: over 1 where it is beyond one."""
     between: float = 0.0
+    """The share that is used of the limit on the two sides' difference, which needs no truth."""
     worst: float = 0.0
     """Its worst token's ratio."""
     of_token: float = 0.0

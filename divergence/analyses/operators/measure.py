@@ -87,14 +87,11 @@ _Item = TypeVar("_Item", OtherInput, OtherOperand)
 @dataclass(slots=True)
 class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
-    order. ``phase``: as in ``phase_of``. ``feeds``: paths of the reference's pairs and regions that
-    feed it, also through calls without a partner. ``own``: what each side's region adds by itself
-    (analyses.operators.operands). ``padded``: a forward has pads. ``untold``: pads may be among
-    what differs, and the axes do not tell which they are. ``columns``: what is usual in each column
-    of the result, in a decode step as in the prefill (numerics.operator)."""
+    order."""
 
     match: Match
     phase: str
+    """As in ``phase_of``."""
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
@@ -103,10 +100,17 @@ class OperatorUnit:
     other_operands: list[OtherOperand] = field(default_factory=list)
     region: Region | None = None
     feeds: list[str] = field(default_factory=list)
+    """Paths of the reference's pairs and regions that feed it, also through calls without a
+    partner."""
     own: tuple[RegionError, RegionError] | None = None
+    """What each side's region adds by itself (analyses.operators.operands)."""
     padded: bool = False
+    """Has a forward pads?"""
     untold: bool = False
+    """May pads be among what differs, where the axes do not tell which they are?"""
     columns: Columns | None = None
+    """What is usual in each column of the result, in a decode step as in the prefill
+    (numerics.operator)."""
 
 
 @dataclass(frozen=True, slots=True)

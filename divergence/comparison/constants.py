@@ -53,7 +53,7 @@ all are exact but for a few bits, these are no large ratio."""
 CANCELLING_TIMES = 2.0
 """Inside a block the terms of a few rows may cancel, which the rounding model does not know: so
 many times ``least_sibling`` is added to them. Without it healthy decode steps of trained models are
-named (tests/analyses/blocks/test_looks.py has the case)."""
+named (tests/analyses/blocks/test_limits.py has the case)."""
 
 SURE_LOG_ODDS = 3.0
 """Log odds of 20 to 1, from which on an answer is taken as one."""

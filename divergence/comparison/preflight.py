@@ -1402,8 +1402,10 @@ def derived_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
 
 def layout_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Equal parameters that lie otherwise in memory, by which kernels are chosen, or that are one
-    with another on one side alone; nothing where there are none, or a run is too old to tell."""
-    if min(a.schema_version, b.schema_version) < _TELLS_LAYOUT:
+    with another on one side alone; nothing where there are none, another engine keeps them in its
+    own way, or a run is too old to tell."""
+    engines = [None if run.engine is None else run.engine.name for run in (a, b)]
+    if min(a.schema_version, b.schema_version) < _TELLS_LAYOUT or engines[0] != engines[1]:
         return []
     by_strides: dict[Fact, list[str]] = {}
     for name, own in a.model.parameters.items():

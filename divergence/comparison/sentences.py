@@ -382,7 +382,7 @@ SENTENCES: Mapping[str, str] = {
     "other_codes": "other codes on the two sides",
     "codes_cost": (
         "A is {reference} and B is {candidate}: what differs is what that costs"
-        "[[ ({others:list})]]{within:yes=; here no more than rounding|no=}"
+        "[[ ({others:list})]]{within:yes=; no block is beyond what rounding may make|no=}"
     ),
     "codes_cost_where": (
         "[[{told_by:list ; }; ]]two runs with the same codes (capture --like) tell whether a "

@@ -407,7 +407,9 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
     """A candidate's figures, from its report."""
     verdict, tokens = report.verdict, report.tokens
     num_tokens = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
-    used = [site.limit_usage for site in report.sites if site.limit_usage is not None]
+    # as the comparison of this pair alone tells it: of single forwards, where some are beyond
+    used = [site.usage for site in report.sites if (site.usage or 0.0) > 1]
+    used = used or [site.limit_usage for site in report.sites if site.limit_usage is not None]
     logits = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
     apart = [site.rel_l2 for site in logits if site.rel_l2 is not None]
     # the share of positions with the same first choice, over all forwards

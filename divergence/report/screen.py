@@ -67,8 +67,9 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
     wrong = None if quiet else _wrong_rows(whole.sections, num_rows)
     num_why = 1 if quiet or wrong else _MOST_WHY + min(0, num_rows)
     reasons = [fact.text for fact in _reasons(report)]
+    label = "found" if quiet else _label_of_reasons(report)
     why = [
-        named("" if number else "found" if quiet else "because", shortened(text, _MOST_OF_FACT))
+        named("" if number else label, shortened(text, _MOST_OF_FACT))
         for number, text in enumerate(reasons[:num_why])
     ]
     inner = [item.detail for item in whole.sections if item.id not in _OF_ALL and item.detail]
@@ -122,7 +123,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = [
-        named("" if number else "because", shortened(text, _MOST_OF_FACT))
+        named("" if number else _label_of_reasons(report), shortened(text, _MOST_OF_FACT))
         for number, text in enumerate(texts)
     ]
     worst = _worst(report, max(1, num_rows))
@@ -160,6 +161,11 @@ def _reasons(report: Report, most: int | None = None) -> list[Fact]:
     items = [item["what"] for finding in report.findings for item in finding.headline]
     evidence = report.verdict.evidence[:most]
     return [item for item in evidence if item["what"] is None or item["what"] not in items]
+
+
+def _label_of_reasons(report: Report) -> str:
+    """Behind a headline that holds the first reason itself stands what else was found."""
+    return "because" if _reasons(report)[:1] == report.verdict.evidence[:1] else "also"
 
 
 def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:

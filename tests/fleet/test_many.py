@@ -77,6 +77,7 @@ def test_each_row_is_the_comparison_with_the_first(fleet):
     assert (same.num_equal, same.num_tokens) == (3, 3)
     assert (faulty.verdict, faulty.onset.block) == ("localized", "model.layers.1")
     assert faulty.limit_usage > 1 > same.limit_usage
+    assert faulty.limit_usage == max(site.usage or 0.0 for site in faulty.report.sites)
     assert 0 < faulty.logits_rel_l2 < 1
 
 

@@ -105,7 +105,7 @@ def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch
     """Its first word and sentence, and the facts that stand below it."""
     monkeypatch.chdir(made)
     monkeypatch.setattr(_Steps, "_process", in_this_process)
-    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
+    monkeypatch.setattr(_Steps, "start", lambda steps, side, **how: None)
     steps = selftest._steps
     monkeypatch.setattr(
         selftest, "_steps", lambda *of: (step for step in steps(*of) if step[0].startswith(STEPS))

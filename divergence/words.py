@@ -20,9 +20,6 @@ def silent(event: str, done: int, total: int | None, detail: str) -> None:
     """The Progress of work that nobody watches."""
 
 
-listeners: list[Callable[[str], None]] = []
-"""Told each event of a command's progress, by whoever runs the command in its own process."""
-
 Side = Literal["reference", "candidate"]
 """One of the two runs that are compared."""
 

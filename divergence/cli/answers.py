@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from divergence.words import Progress, listeners, printable, printable_lines, shortened
+from divergence.words import Progress, printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from divergence.document import Document
@@ -191,8 +191,6 @@ def _begin(event: str) -> None:
         from divergence.cli.garbage import release
 
         release()
-    for listen in listeners:
-        listen(event)
 
 
 def _amount(done: int, total: int | None) -> str:

@@ -3,9 +3,8 @@ told its words then. A script: the other side's Python may have another divergen
 
     ahead.py MODEL
 
-A line ``free`` on stdout says that the free pass lies on disk: the run can be repeated. The last
-line names, as JSON, the files that ran: Python's modules, the libraries that are mapped, and the
-folders into which packages are installed."""
+Its last line on stdout names, as JSON, the files that ran: Python's modules, the libraries that are
+mapped, and the folders into which packages are installed."""
 
 import contextlib
 import gc
@@ -32,20 +31,6 @@ def import_classes(model: str) -> None:
     import_classes(model)
 
 
-def tell_free_pass() -> None:
-    """Print a line when the pass behind the free one begins, for which that was written."""
-    from divergence.words import listeners
-
-    begun: list[str] = []
-
-    def listen(event: str) -> None:
-        if begun[-1:] == ["free"] and event != "free":
-            os.write(1, b"free\n")
-        begun.append(event)
-
-    listeners.append(listen)
-
-
 def files() -> list[str]:
     """List the files that this process runs."""
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
@@ -65,8 +50,6 @@ if __name__ == "__main__":
                 importlib.import_module(name)
         with contextlib.suppress(Exception):
             import_classes(sys.argv[1])
-        with contextlib.suppress(Exception):  # of another version
-            tell_free_pass()
         words = sys.stdin.readline()
     gc.freeze()
     gc.enable()

@@ -7,9 +7,7 @@ command, is not done again; and the reference of an earlier diff, with its truth
 where nothing that it was made of has changed (``reuse``).
 
 A process imports while what comes before its step runs: the first while this one imports what
-compares, the second while the first captures. It is told its words as soon as the first side's free
-pass lies on disk, which is all that it repeats: then it runs beside what is left of the first, the
-escalated pass and the truth, where they share no accelerator and there is room for both.
+compares, the second while the first captures.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
 from divergence.facts import fact, sentence
@@ -42,7 +39,6 @@ from divergence.words import HEADLINES, Progress, letter, silent
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
-    from divergence.experiments.reuse import Origin
     from divergence.run.reader import Run
 
 _ESCALATES = ("transformers", "compile")
@@ -52,10 +48,6 @@ _NARROW = ("bfloat16", "float16")
 _PLACED = ("localized", "systematic")
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|(?:api|access)_?key")
 _AHEAD = str(Path(__file__).with_name("ahead.py"))
-_FREE = b"free\n"
-"""What ahead.py prints when the free pass can be read."""
-_ROOM = 4
-"""Times the files of a model: the weights of a side, and a wider copy of them."""
 OnStep = Callable[[int, str, bool], None]
 """(number of the step, its command, is it done already?)"""
 
@@ -198,7 +190,6 @@ def diff(
     }
     first, second = sides
     from divergence.recording.engines.hub import must_lie_here
-    from divergence.run.reader import Run
 
     with _Steps(
         Path(out),
@@ -246,9 +237,7 @@ def diff(
             **remote,
             **_batches(second, len(manifest.tokens.samples)),
         )
-        steps.end_first()
-        a = Run.open(a.path)
-        own, truth = a.manifest.plan.truth, None
+        own, truth = manifest.plan.truth, None
         if own is None or own.mode != "full" or own.stopped_by is not None:
             truth = steps.run(
                 "truth", first, "truth", str(a.path), like=a, labelled=False, **remote
@@ -435,42 +424,40 @@ class _Steps:
         self._model, self._progress = model, progress
         self._on_step = on_step or (lambda number, command, done: None)
         self._number = 0
-        self._processes: list[_Process] = []
-        self._rest_of_first: Callable[[], None] | None = None
-        """Waits for the end of the first side, while the second may run beside it."""
+        self._waiting: list[tuple[_Side, subprocess.Popen[bytes]]] = []
         output_folder(folder)
 
     def __enter__(self) -> _Steps:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.stop()
+        for _, process in self._waiting:  # that were not needed
+            process.kill()
+            process.communicate()
 
-    def start(self, side: _Side, *, beside: bool = False) -> None:
+    def start(self, side: _Side) -> None:
         """A process for a step of this side, which imports from now on; none where both runs are
-        there. ``beside``: what it says is held back until the one before it has ended."""
+        there."""
         if not all((self.folder / name).exists() for name in ("a", "b")) or self._fresh:
-            words = [side.python, _AHEAD, self._model]
-            self._started(words, side, stdin=subprocess.PIPE, beside=beside)
+            self._waiting.append(
+                (
+                    side,
+                    subprocess.Popen(
+                        [side.python, _AHEAD, self._model],
+                        env=self._environment(side),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=self._errors(),
+                    ),
+                )
+            )
 
     def _environment(self, side: _Side) -> dict[str, str]:
         offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
         return {**os.environ, **offline, **side.variables}
 
-    def _started(
-        self, words: Sequence[str], side: _Side, *, stdin: int | None = None, beside: bool = False
-    ) -> _Process:
-        errors = tempfile.TemporaryFile() if self._quiet else None  # noqa: SIM115 - until it ends
-        popen = subprocess.Popen(
-            words,
-            env=self._environment(side),
-            stdin=stdin,
-            stdout=subprocess.DEVNULL if beside else subprocess.PIPE,
-            stderr=errors or (subprocess.PIPE if beside else None),
-        )
-        self._processes.append(_Process(side, popen, errors))
-        return self._processes[-1]
+    def _errors(self) -> int | None:
+        return subprocess.PIPE if self._quiet else None
 
     def run(
         self,
@@ -484,11 +471,9 @@ class _Steps:
         **options: Any,
     ) -> Run:
         """The run that the command makes in ``name``. ``then``: the side of the next step, whose
-        process starts now; where that may run beside this one, the run is returned as soon as it
-        can be repeated, and ``end_first`` waits for its end."""
+        process starts now."""
         from divergence.experiments import reuse
         from divergence.run.reader import Run
-        from divergence.run.target import is_past_free_pass
 
         place = self.folder / name
         own = {"label": side.label, **side.options} if labelled else {}
@@ -530,42 +515,15 @@ class _Steps:
                 reason = fact("experiments.reference_reused", earlier=os.path.relpath(earlier))
         if reason is not None:
             self._progress("taken", 0, None, f"{place}: {sentence(reason)}")
-        words = [side.python, "-m", *words]
-        process = None
-        if self._rest_of_first is not None and existing is None:
-            process = self._told(words, side)
-            self.end_first()
         self._on_step(self._number, shown, existing is not None)
         if existing is not None:
             return existing
         if then is not None:
-            beside = made is not None and bool(self._processes) and _beside(side, then, made)
-            self.start(then, beside=beside)
-            if beside:
-                process = self._told(words, side)
-
-        def end() -> None:
-            if process is None:
-                files = self._process(words, side, shown)
-            else:
-                files = self._end(process, shown)
-            if made is not None and files is not None:
-                reuse.note(made, files, self.folder)
-
-        if process is not None and process.repeatable():
-            self._rest_of_first = end
-            if is_past_free_pass(run := Run.open(place)):
-                return run
-            self.end_first()
-        else:
-            end()
+            self.start(then)
+        code = self._process([side.python, "-m", *words], side, shown)
+        if made is not None and code is not None:
+            reuse.note(made, code, self.folder)
         return Run.open(place)
-
-    def end_first(self) -> None:
-        """Wait for the first side's end, where the second runs beside it."""
-        end, self._rest_of_first = self._rest_of_first, None
-        if end is not None:
-            end()
 
     def _existing(self, place: Path, line: str, like: Run | None) -> Run | None:
         """The complete run that this command made; removes one that it did not complete."""
@@ -594,98 +552,38 @@ class _Steps:
 
     def _process(self, words: Sequence[str], side: _Side, shown: str) -> list[str] | None:
         """Runs a step; the files that ran, where its process told them."""
-        return self._end(self._told(words, side), shown)
-
-    def _told(self, words: Sequence[str], side: _Side) -> _Process:
-        """The process that runs the words from now on: one that waits for them, or a new one."""
         wanted = side.python, side.variables
-        for process in self._processes:
-            stdin = process.popen.stdin
-            if stdin is not None and (process.side.python, process.side.variables) == wanted:
-                with contextlib.suppress(BrokenPipeError):  # its end says why
-                    stdin.write((json.dumps(words[3:]) + "\n").encode())
-                    stdin.close()
-                process.popen.stdin = None
-                return process
-        return self._started(words, side)
-
-    def _end(self, process: _Process, shown: str) -> list[str] | None:
-        answer, errors = process.end(quiet=self._quiet)
-        code = process.popen.returncode
-        check_process(code, shown)
-        if code:
+        ready = [pair for pair in self._waiting if (pair[0].python, pair[0].variables) == wanted]
+        line = None
+        if ready:
+            self._waiting.remove(ready[0])
+            process, line = ready[0][1], (json.dumps(words[3:]) + "\n").encode()
+        else:
+            process = subprocess.Popen(
+                words,
+                env=self._environment(side),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors(),
+            )
+        try:
+            answer, errors = process.communicate(line)
+        except BaseException:  # Ctrl-C: the step has had it too, and a moment to end
+            process.kill()
+            raise
+        check_process(process.returncode, shown)
+        if process.returncode:
+            last = (errors or b"").decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 self.folder.rmdir()  # where nothing was made
-            raise (FaultError if code == FaultError.exit_code else UsageError)(
-                f"this step failed: {shown}" + (f"\n{errors}" if errors else ""),
+            raise (FaultError if process.returncode == FaultError.exit_code else UsageError)(
+                f"this step failed: {shown}" + (f"\n{last}" if last else ""),
                 hint="settle what it says above, and run the same diff again"
                 + (": what is done is kept" if self.folder.exists() else ""),
             )
         with contextlib.suppress(ValueError, IndexError):
-            files = json.loads(answer[-1])
+            files = json.loads((answer or b"").splitlines()[-1])
             return [str(file) for file in files] if isinstance(files, list) else None
         return None
-
-
-@dataclass(slots=True)
-class _Process:
-    """The process of a step. ``errors``: where it writes what nobody is to see unless it fails."""
-
-    side: _Side
-    popen: subprocess.Popen[bytes]
-    errors: IO[bytes] | None
-    answer: list[bytes] = field(default_factory=list)
-
-    def repeatable(self) -> bool:
-        """Waits until the free pass lies on disk, or the process ends. Does it go on?"""
-        for line in self.popen.stdout or ():
-            self.answer.append(line)
-            if line == _FREE:
-                return True
-        return False
-
-    def end(self, *, quiet: bool) -> tuple[list[bytes], str]:
-        """Waits for its end: the lines of its answer, and of its errors if ``quiet``; else it shows
-        those that were held back, and others as they come."""
-        try:
-            self.answer += self.popen.stdout or ()
-            for line in self.popen.stderr or ():
-                sys.stderr.write(line.decode(errors="replace"))
-            self.popen.wait()
-        except BaseException:
-            self.stop()
-            raise
-        if self.errors is not None:
-            self.errors.seek(0)
-        text = b"" if self.errors is None else self.errors.read()
-        return self.answer, text.decode(errors="replace").strip()
-
-    def stop(self) -> None:
-        """End it. A step that was told its words has had Ctrl-C too, and a moment to end."""
-        if self.popen.stdin is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(0.25)
-        self.popen.kill()
-        self.popen.communicate()
-        if self.errors is not None:
-            self.errors.close()
-
-
-def _beside(first: _Side, second: _Side, made: Origin) -> bool:
-    """May the second side run while the first makes its truth? Not on one accelerator, whose memory
-    may hold one model, on one core, or where the machine has no room for both."""
-    import torch
-
-    from divergence.recording.machine import free_bytes, resolve_device
-
-    try:
-        sides = [str(side.options.get("device", "auto")) for side in (first, second)]
-        a, b = (resolve_device(name).partition(":")[0] for name in sides)
-    except UsageError:
-        return False  # its step says so
-    num_bytes = sum(status[0] for status in made.given.values() if status is not None)
-    room = _ROOM * num_bytes < free_bytes(torch.device("cpu"))
-    return (a != b or a == "cpu") and len(os.sched_getaffinity(0)) > 1 and room
 
 
 def _without_place(line: str) -> list[str]:

@@ -408,7 +408,7 @@ def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
     verdict, tokens = report.verdict, report.tokens
     num_tokens = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
     # as the comparison of this pair alone tells it: of single forwards, where some are beyond
-    used = [site.usage for site in report.sites if (site.usage or 0.0) > 1]
+    used = [site.usage for site in report.sites if site.usage is not None and site.usage > 1]
     used = used or [site.limit_usage for site in report.sites if site.limit_usage is not None]
     logits = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
     apart = [site.rel_l2 for site in logits if site.rel_l2 is not None]

@@ -135,7 +135,6 @@ from divergence.run.reader import Run
 from divergence.run.record import INPUTS, OWN_TRUTH, expanded
 from divergence.run.site import ROOT
 from divergence.run.storage import Location, location_of
-from divergence.run.target import is_past_free_pass
 from divergence.run.writer import RunWriter, reducer_for, wants_fold
 from divergence.words import Progress, silent
 
@@ -424,7 +423,7 @@ def _execute(
             device = ranks.device
         if request.like is not None:
             on_progress("taken", 0, None, line_of_taken(request))
-            if not (request.like.manifest.complete or is_past_free_pass(request.like)):
+            if not request.like.manifest.complete:
                 note = f"{request.like.path} is INCOMPLETE: what it lacks is not repeated either"
                 on_progress("note", 0, None, note)
         on_progress("load", 0, None, request.model)

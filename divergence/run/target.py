@@ -123,18 +123,6 @@ def check_directory(path: Path, *, force: bool) -> None:
             os.close(lock)
 
 
-def is_past_free_pass(run: Run) -> bool:
-    """Is an incomplete run one that a process of this machine is writing now, of which all is there
-    that is repeated?"""
-    try:
-        lock = _locked(run.path) if isinstance(run.path, Path) and run.path.is_dir() else None
-    except RunExistsError:  # held by who writes it
-        return all(sample.generated_ids for sample in run.manifest.tokens.samples)
-    if lock is not None:
-        os.close(lock)
-    return False
-
-
 def _locked(path: Path) -> int | None:
     """Locks the directory against other captures until the returned descriptor is closed or this
     process ends. None where there are no locks. Raises RunExistsError where another holds it."""

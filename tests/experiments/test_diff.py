@@ -31,7 +31,7 @@ def in_this_process(steps, words, side, shown):
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(_Steps, "_process", in_this_process)
-    monkeypatch.setattr(_Steps, "start", lambda steps, side, **_: None)
+    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def made(llama, tmp_path_factory):
     """A diff of two attention kernels, and its steps."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_Steps, "_process", in_this_process)
-        patched.setattr(_Steps, "start", lambda steps, side, **_: None)
+        patched.setattr(_Steps, "start", lambda steps, side: None)
         return _made(llama, tmp_path_factory)
 
 
@@ -166,7 +166,7 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
         return in_this_process(steps, words, side, shown)
 
     monkeypatch.setattr(_Steps, "_process", note)
-    monkeypatch.setattr(_Steps, "start", lambda steps, side, **_: None)
+    monkeypatch.setattr(_Steps, "start", lambda steps, side: None)
     result = diff(
         llama,
         out=tmp_path / "d",

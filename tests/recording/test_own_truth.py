@@ -54,30 +54,6 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     assert not run.verify()
 
 
-def test_a_run_is_repeated_while_its_truth_is_made(llama, tmp_path):
-    """All that is repeated lies on disk by then, so nothing is said to be lacking."""
-    texts, made = [], []
-
-    def repeat(event, done, total, text):
-        if event == "truth" and not made:
-            made.append(None)
-            b = divergence.capture(
-                like=tmp_path / "a",
-                out=tmp_path / "b",
-                probe=False,
-                progress=lambda event, done, total, text: texts.append(text),
-            )
-            made[0] = b.manifest
-
-    options = {"prompts": PROMPTS, "max_new_tokens": 3, "probe": False, "truth": "full"}
-    a = divergence.capture(str(llama), out=tmp_path / "a", progress=repeat, **options)
-    assert a.manifest.complete and made[0].like == a.manifest.id
-    assert made[0].plan.passes == ["free", "anchored"]
-    assert not any("INCOMPLETE" in text for text in texts)
-    report = divergence.compare(tmp_path / "a", tmp_path / "b")
-    assert report.verdict.kind == "identical"
-
-
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_a_fast_writer_takes_no_floor_away(heard, tiny_model, monkeypatch, architecture):
     """What a module returns may be what its last child returned: by then it may be written."""

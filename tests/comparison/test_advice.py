@@ -140,7 +140,7 @@ def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
     assert last == f"divergence compare {a.path} {b.path}-full --truth {a.path}-truth"
 
 
-def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
+def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path, invoke):
     """Where the printed commands put it; another run's is passed over."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
     b = capture(
@@ -162,6 +162,10 @@ def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path):
     judged = compare(a, b, truth=truth).verdict
     lacking = [check.detail for check in judged.checks if check.state != "met"]
     assert lacking == ["A was not seen in float32 (capture --escalate)"]
+    # the first screen shows which runs are compared then, and with which truth
+    screen = invoke("compare", a.path, b.path, "--truth", truth.path)[1].splitlines()
+    then = f"divergence compare {a.path}-escalated {b.path} --truth {truth.path}"
+    assert then in [line.strip() for line in screen]
     assert (
         Advice(a, b)
         .into_block(BLOCK)[0]

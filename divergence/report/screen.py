@@ -145,7 +145,8 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     answer, commands = [*whole.headline.facts, *why], verdict.commands[:1]
     if is_quiet(report):  # what raises the confidence stands below it
         place_of = [fact.label for fact in answer].index("confidence") + 1
-        if len(verdict.commands) == 2 and verdict.commands[1].options.get("truth"):
+        names = [command.name for command in verdict.commands]
+        if names == ["capture", "compare"] and verdict.commands[1].options.get("truth"):
             commands = verdict.commands  # the runs that the second is of are not plain
         answer[place_of:place_of] = [
             Sentence(command.alone, indent=0, hang=12, whole=True) for command in commands

@@ -172,7 +172,10 @@ def _copied(value: Any) -> Any:
         return type(value)(map(_copied, value))
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # a lock, a file: what no copy can be made of is no cache
+        return value
 
 
 @contextlib.contextmanager

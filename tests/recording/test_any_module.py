@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -274,3 +276,24 @@ def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
         record(Two(), out=tmp_path / "d", like=prompts),
     ):
         pass
+
+
+def test_an_argument_that_cannot_be_copied_is_handed_on(tmp_path):
+    """A lock is no cache that the first forward writes to."""
+
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x, lock):
+            with lock:
+                for layer in self.layers:
+                    x = layer(x)
+            return x
+
+    module = Blocks()
+    for name, options in (("a", {}), ("b", {"like": tmp_path / "a"})):
+        with record(module, out=tmp_path / name, **options) as recording:
+            recording.step(torch.ones(1, 4), threading.Lock())
+    assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"

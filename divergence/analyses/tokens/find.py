@@ -392,17 +392,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     ratio, limit = tokens.kl_ratio, tokens.kl_limit
     far = ratio is not None and limit is not None and ratio > limit
     if far:  # farther apart than the floor explains
-        kl = fact(
-            "tokens.kl",
-            mean=tokens.kl_mean,
-            p99=tokens.kl_p99,
-            side=tokens.floor_side,
-            floor_mean=tokens.floor_kl_mean,
-            floor_p99=tokens.floor_kl_p99,
-            ratio=ratio,
-            limit=limit,
-        )
-        evidence.append(kl)
+        evidence.append(kl_fact(tokens))
     findings = [Finding(claim="context", role="context", evidence=evidence)]
     # of two sides the one whose distance is not the floor
     farther = None if tokens.floor_side is None else other_side(tokens.floor_side)
@@ -433,6 +423,20 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
         headline = fact("tokens.far_apart", ratio=ratio)
         findings.append(drift(headline, evidence[-1], tokens.kl_places))
     return findings
+
+
+def kl_fact(tokens: TokensResult) -> Fact:
+    """How far the two sides' distributions are apart, beside the floor's own distance."""
+    return fact(
+        "tokens.kl",
+        mean=tokens.kl_mean,
+        p99=tokens.kl_p99,
+        side=tokens.floor_side,
+        floor_mean=tokens.floor_kl_mean,
+        floor_p99=tokens.floor_kl_p99,
+        ratio=tokens.kl_ratio,
+        limit=tokens.kl_limit,
+    )
 
 
 def _flip_evidence(flip: TokenDifference, *, later: bool = False) -> Fact:

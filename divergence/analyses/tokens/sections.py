@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from divergence.analyses.tokens.find import kl_fact
 from divergence.comparison.result import (
     Background,
     Explanation,
@@ -29,7 +30,7 @@ from divergence.document import (
     Table,
     named,
 )
-from divergence.facts import fact, has, sentence
+from divergence.facts import has, sentence
 from divergence.run.manifest import SampleTokens
 from divergence.words import both_ends, count, figure, fixed, letter, list_names
 
@@ -191,18 +192,8 @@ def _later(flips: Sequence[TokenDifference]) -> Sentence:
 
 
 def _divergence(tokens: TokensResult) -> Sentence:
-    shown = fact(
-        "tokens.kl",
-        mean=tokens.kl_mean,
-        p99=tokens.kl_p99,
-        side=tokens.floor_side,
-        floor_mean=tokens.floor_kl_mean,
-        floor_p99=tokens.floor_kl_p99,
-        ratio=tokens.kl_ratio,
-        limit=tokens.kl_limit,
-    )
     beyond = (tokens.kl_ratio or 0.0) > (tokens.kl_limit or math.inf)
-    return Sentence(sentence(shown), style="red" if beyond else "", indent=2)
+    return Sentence(sentence(kl_fact(tokens)), style="red" if beyond else "", indent=2)
 
 
 def _explained(explanation: Explanation, first: TokenDifference | None) -> list[Block]:

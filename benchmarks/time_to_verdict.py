@@ -20,7 +20,8 @@ overhead  capture's hooks beside the bare model and beside other tools (capture_
 
 Rounds are interleaved, and figures are medians. CPU: seconds of all processes and threads, which
 say more where others use the machine. MiB: the largest resident memory of one process. ``--old``:
-the same commands by another checkout, in the same rounds.
+the same commands by another checkout, in the same rounds; a command whose options it does not know
+has no figure there.
 """
 
 from __future__ import annotations
@@ -91,6 +92,10 @@ class Cost:
     peak_mib: float
 
 
+class NoSuchOption(Exception):
+    """An older checkout does not know it."""
+
+
 def run(words: Sequence[object], *, checkout: Path = ROOT, into: Path | None = None) -> Cost:
     """One command, from its start to its end. ``into``: a file for what it prints."""
     env = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -104,7 +109,10 @@ def run(words: Sequence[object], *, checkout: Path = ROOT, into: Path | None = N
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             errors.seek(0)
-            raise SystemExit(f"{words} failed:\n{errors.read().decode()[-2000:]}")
+            text = errors.read().decode()[-2000:]
+            if checkout != ROOT and "No such option" in text:
+                raise NoSuchOption(text)
+            raise SystemExit(f"{words} failed:\n{text}")
     return Cost(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
@@ -193,7 +201,8 @@ def commands(folder: Path, rounds: int, checkouts: dict[str, Path]) -> None:
                 "check": tool("check", place / "own", b),
             }
             for name, words in steps.items():
-                note(name, version, run(words, checkout=checkout))
+                with contextlib.suppress(NoSuchOption):
+                    note(name, version, run(words, checkout=checkout))
             singles = [costs[name][version][-1] for name in SINGLE]
             total = [sum(values) for values in zip(*map(_row, singles), strict=True)]
             peak = max(cost.peak_mib for cost in singles)

@@ -768,6 +768,14 @@ def _pattern_finding(
                 num_beyond=num_beyond if num_beyond > 0 else None,
             )
             return finding_of("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
+        case "places":
+            at = fact(
+                "logprobs.odd_places",
+                places=pattern.places,
+                last=pattern.places == [-1],
+                rest=pattern.rest,
+            )
+            return finding_of("localized", at, prompts, dense, onset=_onset(pattern.odd[0]))
         case "positions" if experts is False:
             return finding_of("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
         case "positions" if not experts or (delta and delta.mean_abs > scale.value):

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from divergence.comparison.constants import FEW_ROWS
 from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers, reach
 from divergence.comparison.result import Check
@@ -124,6 +125,7 @@ PatternName = Literal[
     "within",
     "everywhere",
     "sequences",
+    "places",
     "positions",
     "growing",
     "shifted",
@@ -138,13 +140,15 @@ so does what is cut off there."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """``odd``: prompts that stand out, or (prompt, index in the sequence) of tokens that do."""
+    """``odd``: prompts that stand out, or (prompt, index in the sequence) of tokens that do.
+    ``places``: which of the answers' tokens stand out, counted from 0; -1 is the last one."""
 
     name: PatternName
     shift: Certainty
     growth: float | None = None
     """Mean |Δ| in the last third of the answers over that in the first."""
     odd: list[tuple[int, int]] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     rest: float = 0.0
     """Mean |Δ| of what does not stand out."""
     far: bool = False
@@ -198,13 +202,18 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
         chance = np.square(THRESHOLDS.forward_spread) + math.pi / 2 * np.median(own) / len(own)
         if enough and late > scale.value and np.median(x) > reach(limit_of(1), chance):
             return Pattern(name="growing", shift=shift, growth=growth)
+    # the same token of all answers: rounding, and routing, keep to no place
+    places, there = _places_apart(filled, sizes, scale.value) if enough else ([], [])
+    if places:
+        odd, rest = _tokens_out(filled, sizes, there)
+        return Pattern(name="places", shift=shift, odd=odd, places=places, rest=rest)
     # tokens, few among all, that hold most of the difference; none where a trusted machine shows
     # half as many
     bound = token_bound(together, scale.value)
     out = together > bound
     share, weight = float(out.mean()), float(together[out].sum() / together.sum())
     if enough and share <= FEW and weight >= MOST and share > 2 * scale.usual_share(bound):
-        odd, rest = _tokens_over(filled, sizes, bound)
+        odd, rest = _tokens_out(filled, sizes, [size > bound for size in sizes])
         return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     if mean <= scale.value and not one_sided:
         return Pattern(name="within", shift=shift, growth=growth)
@@ -216,7 +225,7 @@ def pattern_of(pairs: Sequence[PromptPair], scale: Scale, *, experts: bool | Non
     within = typical_of(together) <= scale.value
     within = within and bool((usual <= scale.value * np.exp(reach(limit, chance))).all())
     if experts is not False and within:
-        odd, rest = _tokens_over(filled, sizes, bound)
+        odd, rest = _tokens_out(filled, sizes, [size > bound for size in sizes])
         if odd:
             return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
     one_way = abs(shift.mean) >= MOST * mean and (shift.excludes_zero or one_sided)
@@ -266,19 +275,46 @@ def typical_of(size: np.ndarray) -> float:
     return float(np.median(size)) / NormalDist().inv_cdf(0.75) / _TO_SIGMA
 
 
-def _tokens_over(
-    filled: Sequence[PromptPair], sizes: Sequence[np.ndarray], bound: float
+def _places_apart(
+    filled: Sequence[PromptPair], sizes: Sequence[np.ndarray], explained: float
+) -> tuple[list[int], list[np.ndarray]]:
+    """Finds the places in the answers, the last one (-1) or those from 0 on, at which all prompts
+    together are beyond rounding and far beyond the other places; and which tokens stand there."""
+    for last in (True, False):
+        numbers = [
+            np.where(
+                pair.places >= pair.answer_begins,
+                pair.places - (pair.places.max() + 1 if last else pair.answer_begins),
+                len(pair.reference.ids),  # of the prompt, so at no place
+            )
+            for pair in filled
+        ]
+        at, size = np.concatenate(numbers), np.concatenate(sizes)
+        columns = {n: size[at == n] for n in np.unique(at).tolist()}
+        columns = {n: column for n, column in columns.items() if len(column) >= LEAST_PROMPTS}
+        if len(columns) < FEW_ROWS:
+            continue
+        x, own = _observed([*columns.values()], scale=explained)
+        limit = limit_of(2 * len(columns))
+        judged = outliers(x[:, None], own[:, None], THRESHOLDS.ratio_spread, limit)
+        out = (x > (judged.control + judged.reach)[:, 0]) & (x > 0)
+        places = np.array(list(columns))[out].tolist()
+        if places and 3 * len(places) <= len(columns) and (not last or places == [-1]):
+            return places, [np.isin(each, places) for each in numbers]
+    return [], []
+
+
+def _tokens_out(
+    filled: Sequence[PromptPair], sizes: Sequence[np.ndarray], out: Sequence[np.ndarray]
 ) -> tuple[list[tuple[int, int]], float]:
-    """Tokens that differ by more, the largest first; mean |Δ| of the others."""
+    """The tokens that are ``out``, the largest first; mean |Δ| of the others."""
     tokens = [
         (pair.sample, int(place), float(size))
-        for pair, own in zip(filled, sizes, strict=True)
-        for place, size in zip(pair.places, own, strict=True)
-        if size > bound
+        for pair, own, far in zip(filled, sizes, out, strict=True)
+        for place, size in zip(pair.places[far], own[far], strict=True)
     ]
     tokens.sort(key=lambda item: -item[2])
-    together = np.concatenate(sizes)
-    rest = float(together[together <= bound].mean())
+    rest = float(np.concatenate(sizes)[~np.concatenate(out)].mean())
     return [(sample, place) for sample, place, _ in tokens], rest
 
 
@@ -324,8 +360,10 @@ def doubts_of(
         if num := int((x > reach(limit_of(len(x)), own)).sum()):
             size.append(fact("logprobs.prompts_beyond", num_prompts=num))
         every = np.concatenate(sizes)
+        num, largest = int(np.count_nonzero(every)), float(every.max())
+        if 0 < num <= FEW * len(every) and largest > _LEAST * explained:  # the same kernels ran
+            size.append(fact("logprobs.only_tokens", num_tokens=num, largest=largest))
         if num := int((every > token_bound(every, explained)).sum()):
-            largest = float(every.max())
             size.append(fact("logprobs.tokens_far_beyond", num_tokens=num, largest=largest))
     doubts: list[Fact] = []
     if num := result.num_flips - result.num_ties - result.num_faults:

@@ -187,6 +187,7 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
         "within",
         "everywhere",
         "sequences",
+        "places",
         "positions",
         "growing",
         "shifted",
@@ -194,8 +195,9 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
         "nothing",
     ]
     """What the differences look like: ``everywhere``: in many prompts or all, in both directions,
-    and more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the
-    longer the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
+    and more than rounding explains; ``sequences``, ``positions``: in some; ``places``: in the same
+    tokens of all answers; ``growing``: more the longer the answer; ``shifted``: most in one
+    direction; ``few``: too few prompts to tell."""
     explained: float
     """What rounding explains, as a mean of |Δ| in nats."""
     source: Fact | None = None

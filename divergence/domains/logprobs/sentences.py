@@ -28,6 +28,10 @@ SENTENCES = {
         "{num_odd:count token} of {num_tokens:,} hold most of the difference; the others differ by "
         "{rest:decimal} nats"
     ),
+    "odd_places": (
+        "{last:yes=the last tokens|no=the tokens {places:names 5} (counted from 0)} of all answers "
+        "stand out; the others differ by {rest:decimal} nats"
+    ),
     "perhaps_rerouted": "{what}; {cause}",
     "hides_experts": "{what}, and {cause}",
     "rerouted": (
@@ -112,6 +116,10 @@ SENTENCES = {
     "answers_beyond": "beyond it: the answers by themselves, by {nats:decimal} nats",
     "prompts_beyond": "beyond it by itself: {num_prompts:count prompt}",
     "tokens_far_beyond": "far beyond it: {num_tokens:count token}, of up to {largest:decimal} nats",
+    "only_tokens": (
+        "it is in {num_tokens:count token} alone, of up to {largest:decimal} nats: all others are "
+        "equal"
+    ),
     "ties_not_known": "not known to be ties: {num_answers:count answer} that parted",
     "ends_not_known": (
         "ended earlier on one side, by how little nobody told: {num_answers:count answer}"

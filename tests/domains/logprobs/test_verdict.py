@@ -23,6 +23,12 @@ CAUSES = {
         "undetermined",
         "positions",
     ),
+    "a place": (lambda s, n, v, r: v + r.gauss(0, 0.02) - (n == 17), "localized", "places"),
+    "every last token": (
+        lambda s, n, v, r: v + r.gauss(0, 0.02) - (n == 59) / 2,
+        "localized",
+        "places",
+    ),
     "a cache": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "drift", "growing"),
     "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "systematic", "shifted"),
     "a temperature": (lambda s, n, v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", "shifted"),
@@ -76,6 +82,13 @@ def test_tokens_that_all_lie_on_one_side_need_no_many_prompts(pair, change, kind
         assert report.verdict.kind == expected, report.verdict
     if kind == "systematic":
         assert "farther than any precision" not in report.verdict.summary
+
+
+def test_a_token_that_differs_alone_is_told(pair):
+    """Where all others are equal, half a nat of one token is no rounding of kernels."""
+    report = pair(lambda s, n, v, r: v - 0.5 * ((s, n) == (3, 20)))
+    assert report.verdict.kind == "within_floor"
+    assert "1 token alone" in report.verdict.summary
 
 
 def test_names_and_limits_of_trainers(pair):

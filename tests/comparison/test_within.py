@@ -17,7 +17,11 @@ from tests.digests import without_digests
 
 TEXT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 HEALTHY = ("gemma3", "gpt2", "llama", "mamba", "qwen3", "qwen3-moe")
-MARGIN = 0.6
+MARGIN = 0.75
+"""The nearest seen: 0.72 (gemma3, float16). One decode step of one block is off by 1.04 floors, and
+all other steps and blocks are equal bit for bit: what stands out there is held to 1.45 floors, so
+that one floor, which rounding makes, uses 69%. Of 60 seeds of that model's weights 47 are equal
+bit for bit, the others use 12% to 72%, the second 58%."""
 
 
 @pytest.fixture

@@ -186,6 +186,11 @@ def each_in(
     return {"columns": [column for column, _ in columns], "rows": rows}
 
 
+def out_of(numbers: Sequence[int]) -> str:
+    """A column's format for several counts: ``3/40``."""
+    return "/".join(f"{number:,}" for number in numbers)
+
+
 _MOST_ON_PAGE = 1000
 
 
@@ -295,8 +300,8 @@ class Strip:
 
     title: str
     lead: str
-    cells: Sequence[tuple[str | None, str | None, str]]
-    """A's token, B's, and what stands below a difference; None is no token."""
+    cells: Sequence[tuple[str | None, str | None, float | None]]
+    """A's token, B's, and by how many logits A's choice was ahead; None is no token."""
     apart: tuple[str, str] = ("", "")
     """How each side went on by itself."""
     note: str = ""

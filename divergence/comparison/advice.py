@@ -374,7 +374,8 @@ class WithinAdvice(Advice):
 
 
 class LookingAdvice(Advice):
-    """Commands for a pair that no command can capture again, as its inputs are no prompts."""
+    """Commands for a pair that no command can capture again: its inputs are no prompts, or one side
+    alone is quantised by a scheme, which no capture ``like`` the other makes again."""
 
     truth_beside = None
     certainty = in_full = descent = truth = escalate = _nothing
@@ -392,6 +393,8 @@ def advise(reference: Run, candidate: Run, truth: Run | None = None) -> Advice:
     """Commands for two runs, such as can work with them."""
     samples = reference.manifest.tokens.samples
     can_repeat = bool(samples) and all(sample.prompt_ids for sample in samples)
+    notes = (run.manifest.engine for run in (reference, candidate))
+    can_repeat &= len({note is not None and note.simulates for note in notes}) == 1
     return (Advice if can_repeat else LookingAdvice)(reference, candidate, truth)
 
 

@@ -26,7 +26,7 @@ from divergence.html.parts import (
     name,
     prose_block,
 )
-from divergence.words import both_ends
+from divergence.words import both_ends, fixed
 
 _MARKS = {"onset": "begins here", "odd": "odd", "flagged": "beyond its limit"}
 _LONG = 80
@@ -119,7 +119,7 @@ def _strip(strip: Strip) -> Element:
     )
 
 
-def _cell(a: str | None, b: str | None, below: str) -> Element:
+def _cell(a: str | None, b: str | None, margin: float | None) -> Element:
     if a == b and a is not None:
         return el("span", _visible(a), class_="tok")
     return el(
@@ -128,7 +128,7 @@ def _cell(a: str | None, b: str | None, below: str) -> Element:
         el("span", _visible(a), class_="a"),
         el("span", ", B ", class_="aside"),
         el("span", _visible(b), class_="b"),
-        el("small", below) if below else None,
+        None if margin is None else el("small", fixed(margin, 2)),
         class_="tok flip",
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
-from divergence.document import Column, Document, Headline, Section, Table, named
+from divergence.document import Column, Document, Headline, Section, Table, each_in, named
 from divergence.domain import hook_places, placed
 from divergence.report.inspection import (
     following,
@@ -106,25 +107,15 @@ def plan_document(plan: dict[str, Any]) -> Document:
     notes = [named("note", note) for note in plan.get("notes") or []]
     table = Table(
         num_left=2,
-        columns=(
-            "site",
-            "role",
-            Column("shape", shape_text, left=True),
-            Column("dtype", left=True),
-            "steps",
-            Column("size", size),
+        **each_in(
+            plan["rows"],
+            ("site", itemgetter("site")),
+            ("role", lambda row: row["role"] or None),
+            (Column("shape", shape_text, left=True), itemgetter("shape")),
+            (Column("dtype", left=True), itemgetter("dtype")),
+            ("steps", itemgetter("num_steps")),
+            (Column("size", size), itemgetter("bytes")),
         ),
-        rows=[
-            (
-                row["site"],
-                row["role"] or None,
-                row["shape"],
-                row["dtype"],
-                row["num_steps"],
-                row["bytes"],
-            )
-            for row in plan["rows"]
-        ],
     )
     parts = [
         section

@@ -11,6 +11,7 @@ import dataclasses
 import io
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from divergence.comparison.result import (
     TruthDiff,
     strict_json,
 )
-from divergence.document import Block, Document, Headline, Section, Sentence, Table, named
+from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Selftest, StepStatus
 from divergence.facts import fact, sentence
 from divergence.numerics.sums import Estimate
@@ -183,10 +184,17 @@ def fallbacks(settings: Settings) -> list[Sentence]:
     return [Sentence(text, "fell back", style="yellow", indent=2, hang=14)]
 
 
+_OF_ID = 8
+
+
 def changes(plants: Sequence[str], substitutes: Sequence[str]) -> list[Sentence]:
     """Return what was done to a run on purpose."""
-    done = (("PLANTED FAULT", plants), ("SUBSTITUTED", substitutes))
-    return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done if at]
+    # ``SITE from ID``; the first letters of an id are enough to find the run by
+    by_run = grouped((text.rpartition(" from ") for text in substitutes), lambda parts: parts[2])
+    done = {"PLANTED FAULT": list(plants)} if plants else {}
+    for run, parts in by_run.items():
+        done[f"SUBSTITUTED from run {run[:_OF_ID]}"] = [site for site, *_ in parts]
+    return [named("", f"{what}: {', '.join(at)}", "yellow") for what, at in done.items()]
 
 
 def repeats(repeat: Repeatability) -> list[Sentence]:
@@ -241,19 +249,18 @@ def arithmetic_sections(facts: Sequence[ArithmeticFact], *, verbose: bool = Fals
     groups = grouped(facts, lambda fact: fact.probe)
     for probe in [name for name in dict.fromkeys([*TITLES, *groups]) if name in groups]:
         group = groups[probe]
-        rows = [
-            (fact.subject, _answer(fact, verbose=verbose))
-            for fact in group
-            if verbose or not _usual(fact)
-        ]
+        rows = [(fact.subject, fact) for fact in group if verbose or not _usual(fact)]
         parts = [f"{len(group) - len(rows)} as usual"] * (len(rows) < len(group))
         if rows and not verbose:
-            parts += [": ".join(rows[0]), *[f"{len(rows) - 1} more"] * (len(rows) > 1)]
+            parts += [
+                f"{rows[0][0]}: {_answer(rows[0][1])}",
+                *[f"{len(rows) - 1} more"] * (len(rows) > 1),
+            ]
         text = shortened("; ".join(parts), 60)
         body.append(Sentence(text, f"{TITLES.get(probe, probe)}:", indent=2, hang=38))
-        body += (
-            [Table(columns=("", ""), rows=rows, indent=4, num_left=2)] if rows and verbose else []
-        )
+        if rows and verbose:
+            columns = ("", Column("", partial(_answer, verbose=True)))
+            body.append(Table(columns=columns, rows=rows, indent=4, num_left=2))
     detail = counted + ("" if verbose else "; all of them: inspect -v")
     return [Section(title="arithmetic", detail=detail, body=body)]
 
@@ -264,7 +271,7 @@ def _usual(fact: ArithmeticFact) -> bool:
     return fact.verified and fact.value in _USUAL
 
 
-def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
+def _answer(fact: ArithmeticFact, *, verbose: bool = False) -> str:
     text = fact.value
     if not fact.verified:
         text += f" [unverified: {fact.evidence}]" if fact.evidence else " [unverified]"

@@ -17,6 +17,7 @@ from divergence.document import (
     Section,
     Sentence,
     Table,
+    each_in,
     named,
 )
 from divergence.experiments.result import (
@@ -113,17 +114,14 @@ def _ways(result: SelfcheckResult) -> Table:
         num_left=3,
         indent=0,
         whole=True,
-        columns=("line", "what is changed", "result"),
-        rows=[
-            (
-                way.name,
-                way.changed if way.against == "base" else f"{way.changed} (against {way.against})",
-                _result(way),
-            )
-            for way in result.lines
-        ],
+        columns=("line", Column("what is changed", _changed), Column("result", _result)),
+        rows=[(way.name, way, way) for way in result.lines],
         marks=[_WORDS.get(way.status, "") for way in result.lines],
     )
+
+
+def _changed(way: SelfcheckLine) -> str:
+    return way.changed + (f" (against {way.against})" if way.against != "base" else "")
 
 
 def _place(way: SelfcheckLine) -> str:
@@ -344,17 +342,16 @@ def _confirmations(result: Sensitivity) -> list[Section]:
     words = {True: "seen", False: "not seen"}
     table = Table(
         caption="Planted for real",
-        num_left=4,
-        columns=("fault", "plant", "expected", "found"),
-        rows=[
-            (
-                f"{confirmation.fault} {share(confirmation.size)}",
-                confirmation.plant,
-                words[confirmation.expected],
-                f"{words[confirmation.seen]} ({confirmation.verdict})",
-            )
-            for confirmation in result.confirmations
-        ],
+        num_left=6,
+        **each_in(
+            result.confirmations,
+            ("fault", "fault"),
+            (Column("size", share), "size"),
+            ("plant", "plant"),
+            (Column("expected", words.__getitem__), "expected"),
+            (Column("found", words.__getitem__), "seen"),
+            ("verdict", "verdict"),
+        ),
     )
     detail = f"{count(len(result.confirmations), 'capture')}, {what}"
     section = Section(id="confirmed", title="planted for real", detail=detail, body=[table])

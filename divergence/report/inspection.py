@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from divergence.analyses.precision.sections import audit_sections
@@ -22,11 +23,12 @@ from divergence.document import (
     Section,
     Sentence,
     Table,
+    each_in,
     named,
+    out_of,
 )
 from divergence.domain import sources, suites
 from divergence.errors import UsageError
-from divergence.numerics.summary import Summary
 from divergence.report.environment import (
     arithmetic_sections,
     changes,
@@ -53,7 +55,6 @@ from divergence.words import count, grouped, list_names, shape_text, shortened, 
 _OF_MODEL = ("  class", "  attention")
 """Facts of a model that -v shows."""
 MAX_CODE = 12
-_NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
 
 def run_document(
@@ -114,9 +115,9 @@ def run_document(
     if plan.truth is not None:
         top.append(named(truth_name(plan.truth), truth_text(plan.truth, manifest)))
     if config := manifest.model.config:
-        config_rows = [(key, str(value)) for key, value in config.items()]
         digest = manifest.model.config_digest[:12]
-        table = Table(columns=("", ""), rows=config_rows, num_left=2)
+        columns = ("", Column("", absent="None"))
+        table = Table(columns=columns, rows=list(config.items()), num_left=2)
         sections.insert(0, Section(title="config", detail=digest, body=[table]))
     sections = [dataclasses.replace(item, verbose=True) for item in sections]
     sections += audit_sections(audit, alone=True, every=verbose)
@@ -278,15 +279,14 @@ def _prompts(manifest: Manifest) -> Section:
     names = prompt_names(tokens.samples)
     for number, sample in enumerate(tokens.samples):
         text = names[number] if sample.text is not None else "(token ids only)"
-        made = f"{len(sample.generated_ids):,} generated"
-        if manifest.training.train:
-            made = count(num_labels(sample), "label")
-        lengths = f"{count(len(sample.prompt_ids), 'prompt token')}, {made}"
+        made = num_labels(sample) if manifest.training.train else len(sample.generated_ids)
         files = "".join(f", {note.path}" for note in sample.media)
-        rows.append((number, lengths, shortened(text, 60) + files))
+        rows.append((number, len(sample.prompt_ids), made, shortened(text, 60) + files))
     num = sum(len(sample.prompt_ids) for sample in tokens.samples)
     detail = f"{count(len(tokens.samples), 'sample')} of {count(num, 'token')}{forced}"
-    table = Table(columns=("", "", ""), num_left=3, rows=rows)
+    what = "{:,} labels" if manifest.training.train else "{:,} generated"
+    columns = [Column("", each.format) for each in ("{}", "{:,} prompt tokens", what, "{}")]
+    table = Table(columns=columns, num_left=4, rows=rows)
     return Section(title="prompts", detail=detail, body=[table])
 
 
@@ -296,9 +296,9 @@ def _records(records: Sequence[Record]) -> Section:
     for count_at in count_sites(records):
         recorded = ", ".join(f"{num}x {name}" for name, num in count_at.passes.items())
         recorded += f", {count_at.num_nonfinite:,} nan or inf" if count_at.num_nonfinite else ""
-        rows.append((count_at.site, count_at.dtype, shape_text(count_at.shape), recorded))
+        rows.append((count_at.site, count_at.dtype, count_at.shape, recorded))
     table = Table(
-        columns=("site", "dtype", "first shape", "recorded"),
+        columns=("site", "dtype", Column("first shape", shape_text), "recorded"),
         num_left=4,
         rows=rows,
     )
@@ -340,35 +340,19 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
     by_site = grouped(records, lambda record: record.site)
     for site, group in by_site.items():
         ranks = any(record.rank for record in records)
-        rows: list[tuple[object, ...]] = []
-        for record in group:
-            summary = record.summary or _NOTHING
-            num_inf = summary.num_posinf + summary.num_neginf
-            special = f"{summary.num_nan:,}/{num_inf:,}/{summary.num_zero:,}"
-            rows.append(
-                (
-                    *[record.rank] * ranks,
-                    record.pass_,
-                    record.sample,
-                    record.step,
-                    shape_text(record.shape),
-                    summary.min,
-                    summary.max,
-                    summary.mean,
-                    summary.rms,
-                    None if record.summary is None else special,
-                )
-            )
-        numbers = [Column(title, "{:.4g}".format) for title in ("min", "max", "mean", "rms")]
-        columns: list[Column | str] = [
-            *["rank"] * ranks,
-            "pass",
-            "sample",
-            "step",
-            Column("shape", left=True),
-            *numbers,
-            "nan/inf/zero",
-        ]
+        numbers = each_in(
+            group,
+            *[("rank", "rank")] * ranks,
+            ("pass", "pass_"),
+            ("sample", "sample"),
+            ("step", "step"),
+            (Column("shape", shape_text, left=True), "shape"),
+            *(
+                (Column(name, "{:.4g}".format), partial(_summed, name))
+                for name in ("min", "max", "mean", "rms")
+            ),
+            (Column("nan/inf/zero", out_of), _special),
+        )
         calls = [record.call for record in group if record.call is not None]
         sections.append(
             Section(
@@ -376,13 +360,23 @@ def site_document(path: str, records: Sequence[Record]) -> Document:
                 detail=f"{group[0].dtype}, {count(len(group), 'record')}",
                 # shapes of a call are the first forward's
                 body=[
-                    Table(columns=columns, rows=rows, num_left=1 + ranks),
+                    Table(**numbers, num_left=1 + ranks),
                     *(_call(calls[0]) if calls else ()),
                 ],
             )
         )
     text = f"{path}: {count(len(records), 'record')} of {count(len(by_site), 'site')}"
     return Document(headline=Headline("", text, "bold"), sections=sections)
+
+
+def _summed(name: str, record: Record) -> float | None:
+    return None if record.summary is None else getattr(record.summary, name)
+
+
+def _special(record: Record) -> tuple[int, int, int] | None:
+    if (summary := record.summary) is None:
+        return None
+    return summary.num_nan, summary.num_posinf + summary.num_neginf, summary.num_zero
 
 
 def _call(call: Call) -> list[Sentence]:

@@ -25,6 +25,7 @@ from divergence.document import (
     Table,
     each_in,
     named,
+    out_of,
 )
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.report.summary import run_text
@@ -45,7 +46,7 @@ _COLUMNS = (
     Column("of limit", limit_share),
     Column("logits L2", decimal),
     Column("top-1", share, face="page"),
-    "tokens",
+    Column("tokens", out_of),
 )
 
 
@@ -225,5 +226,5 @@ def _values(row: MatrixRow) -> tuple[object, ...]:
         row.limit_usage,
         row.logits_rel_l2,
         row.top1_agreement,
-        None if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}",
+        None if row.num_tokens is None else (row.num_equal, row.num_tokens),
     )

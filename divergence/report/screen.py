@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
-from divergence.analyses.blocks.sections import num_bad, worst_places, worst_rows
+from divergence.analyses.blocks.sections import SiteRow, num_bad, worst_places, worst_rows
 from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
 from divergence.document import Block, Column, Document, Section, Sentence, Table, named
@@ -45,12 +46,16 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 
 def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0) -> Document:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
-    or there are ``num_above`` lines before it, then fewer reasons where it alone is long."""
+    or there are ``num_above`` lines before it, then no settings that are the same, then fewer
+    reasons where it alone is long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
+        if num_above and num_rows == 1:
+            differ = [item for item in whole.known if item.label != "settings" or item.style]
+            whole = dataclasses.replace(whole, known=differ)
         screen = make(report, whole, num_rows, more)
         width = width if num_rows > 1 else MAX_WIDTH
         height = HEIGHT - num_above * (num_rows > 1)
@@ -184,6 +189,10 @@ def _runs(report: Report) -> list[Sentence]:
     ]
 
 
+def _share_used(row: SiteRow, *, judged: bool) -> str:
+    return "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else ""
+
+
 def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
     """Show what is beyond a limit, else what comes nearest to it: one place in a line, more as a
     table. Nothing where no size is known, or a healthy pair is held to no limit."""
@@ -200,23 +209,21 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
     if len(shown) > 1:
         sides = max(1, *(len(row.errors) for row, _ in shown))
         titles = ("A's error", "B's error") if sides == 2 else ("error",)
-        rows = [
-            (
-                *(decimal(error) for error in row.errors if not num_bad(row.worst)),
-                *["-"] * (sides - len(row.errors) * (not num_bad(row.worst))),
-                "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else "",
-                cut(row.worst.site, 40),
-                place,
-            )
-            for row, place in shown
-        ]
+        errors = [() if num_bad(row.worst) else row.errors for row, _ in shown]
         more = ", the others equal bit for bit" * same
-        words = [Column(title, left=True) for title in ("where", "")]
         return Table(
             title=f"worst of {count(len(every), 'place')}{more}",
-            rows=rows,
+            rows=[
+                (*own, *[None] * (sides - len(own)), row, row.worst.site, place)
+                for own, (row, place) in zip(errors, shown, strict=True)
+            ],
             num_left=0,
-            columns=(*titles, "of its limit" if judged else "", *words),
+            columns=(
+                *(Column(title, decimal) for title in titles),
+                Column("of its limit" if judged else "", partial(_share_used, judged=judged)),
+                Column("where", partial(cut, width=40), left=True),
+                Column("", left=True),
+            ),
             marks=["flagged" * bool(row.flagged or num_bad(row.worst)) for row, _ in shown],
         )
     ((row, place),) = shown

@@ -18,7 +18,14 @@ from msgspec.structs import replace
 
 from divergence.analyses.tokens.sections import explained_facts
 from divergence.comparison import analysis
-from divergence.comparison.result import Background, Coverage, PreflightLine, Report, RunSummary
+from divergence.comparison.result import (
+    Background,
+    Coverage,
+    PassCoverage,
+    PreflightLine,
+    Report,
+    RunSummary,
+)
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.layout import Line, cut
 from divergence.report.environment import changes
@@ -436,22 +443,14 @@ def lacking(coverage: Coverage) -> list[str]:
 
 def _coverage(report: Report, *, full: bool) -> list[Section]:
     coverage = report.coverage
-    passes = []
-    for row in coverage.passes if full else [row for row in coverage.passes if row.share != 1.0]:
-        total = row.num_compared + row.num_missing + row.num_skipped
-        parts = [f"{row.num_compared:,} of {total:,}"]
-        parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
-        parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
-        parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
-        parts += [row.reason] if row.reason else []
-        passes.append((row.pass_, row.what, "; ".join(parts)))
+    passes = [(row.pass_, row.what, row) for row in coverage.passes if full or row.share != 1.0]
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
     unmatched = [  # a reason stands at the first of several in a row
         (
             words[i.side],
-            f"{i.site} ({i.pass_}, prompt {i.sample}, step {i.step})",
+            i,
             i.reason * (before is None or i.reason != before.reason),
         )
         for before, i in zip([None, *coverage.unmatched], coverage.unmatched, strict=False)
@@ -467,14 +466,18 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
     tables = [
         Table(
             caption="By pass",
-            columns=("pass", "what", "compared"),
+            columns=("pass", "what", Column("compared", _num_compared)),
             rows=passes,
             num_left=3,
             bare=True,
         ),
         Table(
             caption="Not compared",
-            columns=("", "where", "why"),
+            columns=(
+                "",
+                Column("where", "{0.site} ({0.pass_}, prompt {0.sample}, step {0.step})".format),
+                "why",
+            ),
             rows=unmatched,
             num_left=3,
             bare=True,
@@ -488,6 +491,14 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
             id="coverage", title="coverage", detail=detail, heading="What was compared", body=shown
         ),
     ]
+
+
+def _num_compared(row: PassCoverage) -> str:
+    parts = [f"{row.num_compared:,} of {row.num_compared + row.num_missing + row.num_skipped:,}"]
+    parts += [f"{row.num_extra:,} in B alone"] if row.num_extra else []
+    parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
+    parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
+    return "; ".join(filter(None, (*parts, row.reason)))
 
 
 # On a page alone: how the runs were made, and all findings.

@@ -144,6 +144,11 @@ def test_each_fact_of_the_screen_stands_on_every_face(
     verdict = report.verdict
     quiet = verdict.kind in ("identical", "within_floor") and verdict.side in (None, "neither")
     assert len(printed(here).splitlines()) <= (12 if quiet else 18)
+    if case == "nan":  # below the rules that are not met
+        side = msgspec.structs.replace(here.candidate, plants=RUNS[case]["plants"])
+        whole = msgspec.structs.replace(here, candidate=side)
+        checked = msgspec.structs.replace(check(reference, candidate), report=whole)
+        assert len(printed(checked).splitlines()) <= 18
     for name in ("answer", "onset", "side", "confidence", "not seen", "because", "found"):
         for face, text in shown.items():
             assert words(told.get(name, "")).casefold() in text.casefold(), (name, face)

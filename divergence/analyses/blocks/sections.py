@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from divergence.comparison.result import Background, Report, SiteResult
@@ -26,6 +27,7 @@ from divergence.document import (
     Table,
     each_in,
     named,
+    out_of,
 )
 from divergence.layout import RATIO_DECADES, REL_L2_DECADES, bar
 from divergence.run.site import BACKWARD, PHASES, is_of_parameter
@@ -605,7 +607,7 @@ def rows_table(
             (  # of nan and inf the figures of all other elements say nothing
                 row.site if row.inner else row.name,
                 "  " * row.inner + row.name,
-                "-" if equal else place,
+                None if equal else place,
                 math.nan if bad else site and site.rel_l2,
                 named,
                 None if bad else site and site.ratio,
@@ -671,44 +673,42 @@ def _prompts(report: Report) -> Table | None:
         columns=(
             "prompt",
             "worst at",
-            "forward",
+            "phase",
+            Column("step", absent=""),
             Column("× floor", times),
             Column("share of limit", limit_share),
         ),
         rows=[
-            (sample, site.site, f"step {site.step}" if site.step else site.phase, ratio, usage)
+            (sample, site.site, site.phase, site.step or None, ratio, usage)
             for usage, sample, site, ratio in rows
         ],
         marks=["flagged" if usage > 1 else "" for usage, *_ in rows],
+        sparse=True,
         most=12,
     )
 
 
 def _nonfinite(report: Report) -> Table | None:
-    sites = [
-        (site, site.nonfinite)
-        for site in report.sites
-        if site.nonfinite is not None and site.nonfinite.total
-    ]
+    sites = [site for site in report.sites if site.nonfinite is not None and site.nonfinite.total]
     if not sites:
         return None
-    sites.sort(key=lambda item: (item[0].sample, item[0].step, item[0].order, item[0].pass_))
+    sites.sort(key=lambda site: (site.sample, site.step, site.order, site.pass_))
+    counts = {
+        "A": attrgetter("nonfinite.reference_nan", "nonfinite.reference_inf"),
+        "B": attrgetter("nonfinite.candidate_nan", "nonfinite.candidate_inf"),
+    }
     return Table(
         caption="Non-finite values, in order",
         title="non-finite values",
         num_left=2,
         detail=f"at {count(len(sites), 'site')}; in order:",
-        columns=("site", "pass", "step", "A nan/inf", "B nan/inf"),
-        rows=[
-            (
-                site.site,
-                site.pass_,
-                site.step,
-                f"{number.reference_nan:,}/{number.reference_inf:,}",
-                f"{number.candidate_nan:,}/{number.candidate_inf:,}",
-            )
-            for site, number in sites
-        ],
+        **each_in(
+            sites,
+            ("site", "site"),
+            ("pass", "pass_"),
+            ("step", "step"),
+            *((Column(f"{side} nan/inf", out_of), get) for side, get in counts.items()),
+        ),
         most=5,
     )
 

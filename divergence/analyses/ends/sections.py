@@ -13,6 +13,7 @@ def _percent(value: float) -> str:
 
 
 _COLUMNS = (
+    "phase",
     "pass",
     Column("KL mean", decimal),
     Column("KL max", decimal),
@@ -33,7 +34,8 @@ def sections(report: Report, **_: object) -> list[Section]:
             if group:
                 rows.append(
                     (
-                        f"{phase}, {pass_}",
+                        phase,
+                        pass_,
                         max(item.kl_mean for item in group),
                         max(item.kl_max for item in group),
                         min(item.top1_agreement for item in group),
@@ -47,6 +49,6 @@ def sections(report: Report, **_: object) -> list[Section]:
         title="logits",
         detail="KL in nats from A to B; the worst of all steps",
         lead="How far apart the distributions over the next token are; KL in nats, from A to B.",
-        body=[Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows)],
+        body=[Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows, num_left=2)],
     )
     return [section] if rows else []

@@ -111,7 +111,7 @@ def _table(
     ]
     if with_truth:
         figures = [
-            Column("B over A", short="W", width=7, meaning=_W),
+            Column("B over A", _farther, short="W", width=7, meaning=_W),
             Column("A from truth", decimal, short="err A", width=8),
             Column("B from truth", decimal, short="err B", width=8),
             Column("one rounding", decimal, short="ideal", width=7),
@@ -164,15 +164,19 @@ def _beside(result: OperatorResult) -> list[Sentence]:
 
 
 def _against_truth(result: OperatorResult) -> tuple[object, ...]:
-    """W, both sides' errors, the ideal one, and the share of elements that are off."""
+    """What W is of, both sides' errors, the ideal one, and the share of elements that are off."""
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     return (
-        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
+        result,
         result.reference_error,
         result.candidate_error,
         result.floor,
         over if result.w is not None else result.codes,
     )
+
+
+def _farther(result: OperatorResult) -> str:
+    return "codes" if result.w is None and result.codes is not None else times(result.w)
 
 
 def _verdict(result: OperatorResult) -> str:

@@ -28,6 +28,7 @@ from divergence.document import (
     Strip,
     Strips,
     Table,
+    each_in,
     named,
 )
 from divergence.facts import has, sentence
@@ -100,24 +101,19 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     later = "" if forced else "; later steps continue different texts and are not compared"
     place = f"prompt {first.sample}, step {first.step}{order}{later}"
     # the margin in standard deviations of the logits' difference; a judged z has its own line
-    sigmas = ""
-    if first.z is not None and first.z_of not in ("floor", "model"):
-        sigmas = f" ({figure(first.z)} σ of the diff)"
+    sigmas = None if first.z_of in ("floor", "model") else first.z
     sides = (
-        ("A", first.reference, first.margin, sigmas),
-        ("B", first.candidate, first.candidate_margin, ""),
+        ("A", first.reference, (first.margin, sigmas)),
+        ("B", first.candidate, (first.candidate_margin, None)),
     )
     body: list[Block] = [
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
         Table(
             caption="What each side chose",
-            columns=("", Column("", _token), ""),
+            columns=("", Column("", _token), Column("", _margin)),
             num_left=3,
             indent=4,
-            rows=[
-                (name, choice, f"margin {fixed(margin)} logits over the next{more}")
-                for name, choice, margin, more in sides
-            ],
+            rows=sides,
         ),
         *_judgement(first),
     ]
@@ -139,6 +135,13 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
             )
         )
     return body
+
+
+def _margin(margin: tuple[float | None, float | None]) -> str:
+    """The logits that a choice is ahead by, and where they are known that in ``σ``."""
+    logits, sigmas = margin
+    more = "" if sigmas is None else f" ({figure(sigmas)} σ of the diff)"
+    return f"margin {fixed(logits)} logits over the next{more}"
 
 
 _JUDGEMENTS = {
@@ -292,8 +295,7 @@ def _strip(
     for step in range(shown):
         a, b = (background.text_of(side[step]) if step < len(side) else None for side in ids)
         flip = flips.get((number, step))
-        margin = None if flip is None else flip.margin
-        cells.append((a, b, "" if margin is None else fixed(margin, 2)))
+        cells.append((a, b, None if flip is None else flip.margin))
     a, b = (
         "" if forced else "".join(map(background.text_of, side[shown : shown + _MOST_TOKENS]))
         for side in ids
@@ -315,28 +317,16 @@ def _flips(flips: Sequence[TokenDifference]) -> Table:
         sparse=True,
         most=_MOST_FLIPS,
         folded=f"All {len(flips)} different choices",
-        columns=(
-            "prompt",
-            "step",
-            Column("A chose", _token),
-            Column("B chose", _token),
-            Column("A ahead by", fixed),
-            Column("B ahead by", fixed),
-            Column("the truth chose", _token),
-            "judged",
+        **each_in(
+            flips,
+            ("prompt", "sample"),
+            ("step", "step"),
+            (Column("A chose", _token), "reference"),
+            (Column("B chose", _token), "candidate"),
+            (Column("A ahead by", fixed), "margin"),
+            (Column("B ahead by", fixed), "candidate_margin"),
+            (Column("the truth chose", _token), "truth_choice"),
+            ("judged", "judgement"),
         ),
-        rows=[
-            (
-                flip.sample,
-                flip.step,
-                flip.reference,
-                flip.candidate,
-                flip.margin,
-                flip.candidate_margin,
-                flip.truth_choice,
-                flip.judgement,
-            )
-            for flip in flips
-        ],
         marks=["flagged" if flip.judgement == "fault" else "" for flip in flips],
     )

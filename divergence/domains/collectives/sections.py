@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from divergence.comparison.result import Background, Report
-from divergence.document import Block, Column, Section, Sentence, Table, each_in
+from divergence.document import Block, Column, Section, Sentence, Table, each_in, out_of
 from divergence.domains.collectives.result import (
     BandwidthRow,
     CollectiveFault,
@@ -60,7 +60,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 ("collective", "collective"),
                 ("by", "implementation"),
                 ("cases", "num_cases"),
-                ("right", _right),
+                (Column("right", _right), lambda row: row),
                 ("repeated", "num_repeated"),
                 (Column("error", limit_share), "limit_usage"),
             ),
@@ -84,7 +84,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                 title=f"faults{whose}",
                 num_left=5,
                 detail=count(len(side.faults), "finding"),
-                columns=("ranks", "case", "check", "wrong", "what"),
+                columns=("ranks", "case", "check", Column("wrong", out_of), "what"),
                 rows=_fault_rows(side.faults, apart=whole),
                 most=_MOST_FAULTS,
             )
@@ -114,7 +114,7 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
                     groups.values(),
                     ("collective", lambda group: group[0].collective),
                     ("dtype", lambda group: group[0].dtype),
-                    ("elements", _elements),
+                    (Column("elements", _elements), list),
                     ("order", lambda group: group[0].order),
                     ("ranks added", lambda group: group[0].first),
                     ("sums in", lambda group: _sums_in(group[0])),
@@ -185,14 +185,13 @@ def _fault_rows(faults: Iterable[CollectiveFault], *, apart: bool) -> list[tuple
     for fault, *others in groups.values():
         more = f", {len(others)} more" if others else ""
         case = f"{fault.collective}.{fault.dtype}.{fault.size}.{fault.values}{more}"
-        wrong = f"{fault.num_wrong:,}/{fault.elements:,}"
+        wrong = (fault.num_wrong, fault.elements)
         rows.append((rank_names(fault.ranks), case, fault.check, wrong, fault.text))
     return rows
 
 
-def _right(row: CollectiveRow) -> int | str:
-    flushed = f"{row.num_right} ({row.num_flushed} flushed)"
-    return flushed if row.num_flushed else row.num_right
+def _right(row: CollectiveRow) -> str:
+    return f"{row.num_right}" + (f" ({row.num_flushed} flushed)" if row.num_flushed else "")
 
 
 def _elements(group: Sequence[OrderRow]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from divergence.document import Column, Document, Headline, Section, Table, named
 from divergence.domains.doctor.result import Checkup, RungState
@@ -53,13 +54,10 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
 
 def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool) -> Table:
     """Make the table, without what passes or another rung explains unless ``every`` is set."""
-    shown = [
-        (state, name, text if every else shortened(text, _LONGEST))
-        for state, name, text in rows
-        if every or state in ("fail", "unknown")
-    ]
+    shown = [row for row in rows if every or row[0] in ("fail", "unknown")]
+    evidence = Column("evidence", str if every else partial(shortened, most=_LONGEST))
     return Table(
-        columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), "evidence"),
+        columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), evidence),
         rows=shown,
         num_left=3,
         bare=True,

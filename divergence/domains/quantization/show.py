@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.document import Column, Document, Headline, Section, Table, named
+from divergence.document import Column, Document, Headline, Section, Table, each_in, named
 from divergence.domains.quantization.result import MatrixCost, Quantization
 from divergence.facts import Fact, fact, sentence
 from divergence.words import decimal, list_names
@@ -56,7 +56,7 @@ def quantization_document(result: Quantization) -> Document:
         ]
     more = []
     if result.matrices:  # what they cost is the answer
-        body = [named(*fact, indent=2) for fact in figures]
+        body = [named(*fact, indent=2, width=14) for fact in figures]
         more = [Section(title="cost", body=body, verbose=True), *_each_alone(result)]
     else:
         notes += figures
@@ -101,19 +101,22 @@ def _told(code: str, **values: Any) -> str:
 def _each_alone(result: Quantization) -> list[Section]:
     nats, rough = "{:.3g}".format, "{:.2g}".format
     alone = Table(
-        rows=list(map(_row, result.worst())),
-        num_left=0,
         most=3,
         more="-v lists them",
-        columns=(
-            Column("KL alone", nats),
-            Column("same top", "{:.2%}".format),
-            Column("at its block", decimal),
-            Column("floors", "{:,.0f}x".format),
-            Column("max |x|", nats),
-            Column("kurtosis", nats),
-            Column("quantile", rough),
-            Column("matrix", left=True),
+        names=True,
+        **each_in(
+            result.worst(),
+            ("matrix", lambda matrix: matrix.name + " (kept)" * (not matrix.by_default)),
+            (Column("KL alone", nats), "cost.kl_mean"),
+            (Column("same top", "{:.2%}".format), "cost.same_top"),
+            (Column("at its block", decimal), "block_error"),
+            (Column("floors", "{:,.0f}x".format), "times_floor"),
+            (Column("max |x|", nats), lambda matrix: matrix.outliers and matrix.outliers.max),
+            (Column("kurtosis", nats), lambda matrix: matrix.outliers and matrix.outliers.kurtosis),
+            (
+                Column("quantile", rough),
+                lambda matrix: matrix.outliers and matrix.outliers.quantile_score,
+            ),
         ),
     )
     together = ""
@@ -139,14 +142,6 @@ def _each_alone(result: Quantization) -> list[Section]:
             verbose=True,
         ),
     ]
-
-
-def _row(matrix: MatrixCost) -> tuple[object, ...]:
-    seen = matrix.outliers
-    name = matrix.name if matrix.by_default else f"{matrix.name} (kept)"
-    cost = (matrix.cost.kl_mean, matrix.cost.same_top, matrix.block_error, matrix.times_floor)
-    outliers = (None,) * 3 if seen is None else (seen.max, seen.kurtosis, seen.quantile_score)
-    return *cost, *outliers, name
 
 
 def _kinds(matrices: list[MatrixCost]) -> list[tuple[str, int, float, str]]:

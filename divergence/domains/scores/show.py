@@ -143,11 +143,11 @@ def score_table(candidate: Candidate) -> Table:
         columns=(
             "score",
             "verdict",
-            "n",
+            Column("n", "{:,}".format),
             Column("A", partial(fixed, digits=4)),
             Column("B", partial(fixed, digits=4)),
             Column("difference", signed),
-            "95% interval",
+            Column("95% interval", lambda ends: " to ".join(map(signed, ends))),
             Column("p (Holm)", chance),
         ),
         rows=[
@@ -156,11 +156,11 @@ def score_table(candidate: Candidate) -> Table:
             else (
                 name_of(task),
                 task.verdict,
-                f"{num:,}" if (num := _num_documents(task.pairing)) else None,
+                _num_documents(task.pairing) or None,
                 task.reference,
                 task.candidate,
                 task.difference,
-                None if task.low is None else f"{signed(task.low)} to {signed(task.high)}",
+                None if task.low is None else (task.low, task.high),
                 task.p_adjusted,
             )
             for task in candidate.tasks

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from divergence.comparison.result import Background, Report
-from divergence.document import Block, Column, Section, Sentence, Table
+from divergence.document import Block, Column, Section, Sentence, Table, out_of
 from divergence.domains.suite.result import SuiteCase, SuiteOperator, SuiteResult
 from divergence.words import count, decimal, letter, share, times
 
@@ -54,7 +54,11 @@ def sections(
                 caption="Results",
                 title="results",
                 folded=f"All {len(suite.cases):,} results",
-                columns=("operator", "status", *_titles(suite.judged)[3 if suite.judged else 2 :]),
+                columns=(
+                    "operator",
+                    Column("status", _status),
+                    *_titles(suite.judged)[3 if suite.judged else 2 :],
+                ),
                 rows=[_case_row(case, judged=suite.judged) for case in suite.cases],
                 num_left=2,
                 marks=[_MARKS.get(case.status, "") for case in suite.cases],
@@ -70,26 +74,33 @@ def _short(operator: str) -> str:
 
 
 def _titles(judged: bool) -> Sequence[Column | str]:
-    case = Column("worst case", left=True)
+    case, differ = Column("worst case", _where, left=True), Column("differ", out_of)
     ulp = Column("ulp p99", _numbers), Column("ulp max", _numbers)
     if not judged:
-        return ("operator", "differ", Column("rel L2", decimal), *ulp, case)
+        return ("operator", differ, Column("rel L2", decimal), *ulp, case)
     score = Column("score", partial(_numbers, digits=1))
-    return ("operator", "worse", "differ", Column("W", times), score, *ulp, case)
+    worse = Column("worse", _worse)
+    return ("operator", worse, differ, Column("W", times), score, *ulp, case)
 
 
 def _case_row(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
-    status = case.status + (f": {letter(case.side)}" if case.side else "")
-    return (_short(case.operator), status, *_figures(case, judged=judged))
+    return (_short(case.operator), case, *_figures(case, judged=judged))
+
+
+def _status(case: SuiteCase) -> str:
+    return case.status + (f": {letter(case.side)}" if case.side else "")
 
 
 def _operator_row(op: SuiteOperator, *, judged: bool) -> tuple[object, ...]:
-    differ = f"{op.num_cases - op.num_same}/{op.num_cases}"
-    worse = {"wrong": letter(op.side or "both")}.get(op.status, "-")
-    if op.status in ("flushed", "ties"):
-        worse = f"{op.status}: {letter(op.side)}"
+    differ = (op.num_cases - op.num_same, op.num_cases)
     figures = _figures(op.worst, judged=judged)
-    return (_short(op.operator), *([worse] if judged else []), differ, *figures)
+    return (_short(op.operator), *([op] if judged else []), differ, *figures)
+
+
+def _worse(op: SuiteOperator) -> str:
+    if op.status in ("flushed", "ties"):
+        return f"{op.status}: {letter(op.side)}"
+    return letter(op.side or "both") if op.status == "wrong" else "-"
 
 
 def _ran_by(op: SuiteOperator) -> list[Sentence]:
@@ -101,24 +112,29 @@ def _ran_by(op: SuiteOperator) -> list[Sentence]:
 
 
 def _figures(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
+    if not judged:
+        return (case.rel_l2, [case.ulp_p99], [case.ulp_max], case)
+    a, b = case.reference, case.candidate
+    if a is None or b is None or case.kind in ("codes", "indices"):
+        return (*[None] * 4, case)
+    return (case.w, [a.score, b.score], [a.ulp_p99, b.ulp_p99], [a.ulp_max, b.ulp_max], case)
+
+
+def _where(case: SuiteCase) -> str:
+    """The case, and of integers against a truth what is off in A and in B."""
     where = case.site.partition("/")[0].partition(".")[2]
     port = case.site.rpartition(":out")[2]
     where += f" :out{port}" if port else ""
-    if not judged:
-        return (case.rel_l2, [case.ulp_p99], [case.ulp_max], where)
     a, b = case.reference, case.candidate
     if a is None or b is None:
-        return (*[None] * 4, where)
+        return where
     if case.kind == "codes":
         both = f"codes off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
-        more = f"more {share(a.off_by_more)} / {share(b.off_by_more)}"
-        return (*[None] * 4, f"{where}: {both}, {more}")
+        return f"{where}: {both}, more {share(a.off_by_more)} / {share(b.off_by_more)}"
     if case.kind == "indices":
         wrong = f"rows wrong {share(a.rows_wrong)} / {share(b.rows_wrong)}"
-        tied = f"tied {share(a.rows_tied)} / {share(b.rows_tied)}"
-        return (*[None] * 4, f"{where}: {wrong}, {tied}")
-    both_ulps = ([a.ulp_p99, b.ulp_p99], [a.ulp_max, b.ulp_max])
-    return (case.w, [a.score, b.score], *both_ulps, where)
+        return f"{where}: {wrong}, tied {share(a.rows_tied)} / {share(b.rows_tied)}"
+    return where
 
 
 def _numbers(values: Sequence[float | None], digits: int = 0) -> str:

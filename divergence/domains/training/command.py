@@ -74,7 +74,7 @@ def losses_document(report: LossReport) -> Document:
         (Column("largest", relative), "max_error"),
         ("at step", "max_step"),
         (Column("noise", relative), "noise"),
-        ("leaves noise", _leaves_noise),
+        (Column("leaves noise", _leaves_noise), lambda curve: curve),
         (Column("first beyond", "step {}".format), "jump_at"),
     )
     table = Table(**figures)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
-from divergence.document import Section, Sentence, Table, named
+from divergence.document import Column, Section, Sentence, Table, each_in, named
 from divergence.words import count, size
 
 
@@ -23,21 +24,31 @@ def sections(plan: dict[str, Any]) -> list[Section]:
         named("batch", f"{count(batch, 'sequence')} of {count(tokens, 'token')} on a rank"),
         *(named("note", note) for note in plan["notes"]),
     ]
-    rows = [(part["name"], part["formula"], size(part["bytes"])) for part in plan["kept"]]
-    rows.append(("all that stays", "", size(plan["kept_bytes"])))
+    rows = [(part["name"], part["formula"], part["bytes"]) for part in plan["kept"]]
+    rows.append(("all that stays", "", plan["kept_bytes"]))
     for usage in plan["activations"]:
         way = "with" if usage["checkpointing"] else "without"
-        rows.append((f"activations {way} checkpointing", "", size(usage["saved_bytes"])))
+        rows.append((f"activations {way} checkpointing", "", usage["saved_bytes"]))
         if usage["gathered_bytes"]:
-            rows.append(("  parameters gathered beside them", "", size(usage["gathered_bytes"])))
-        rows.append((f"  peak {way} checkpointing, gradients too", "", size(usage["peak_bytes"])))
+            rows.append(("  parameters gathered beside them", "", usage["gathered_bytes"]))
+        rows.append((f"  peak {way} checkpointing, gradients too", "", usage["peak_bytes"]))
     rows += [
-        ("buffer of a capture", "host", size(plan["capture_bytes"])),
-        ("dump of a capture", "disk", f"at most {size(plan['dump_bytes'])}"),
+        ("buffer of a capture", "host", plan["capture_bytes"]),
+        ("dump of a capture, at most", "disk", plan["dump_bytes"]),
     ]
-    memory = Table(columns=("part", "bytes", "size"), rows=rows, num_left=2)
-    titles = ("collective", "of", "ranks", "tensors", "each rank sends", "time")
-    traffic = Table(columns=titles, rows=list(map(_collective, plan["traffic"])), num_left=3)
+    memory = Table(columns=("part", "bytes", Column("size", size)), rows=rows, num_left=2)
+    traffic = Table(
+        num_left=3,
+        **each_in(
+            plan["traffic"],
+            ("collective", itemgetter("operation")),
+            ("of", itemgetter("of")),
+            (Column("ranks", "{0[0]} {0[1]}".format), itemgetter("axis", "num_ranks")),
+            (Column("tensors", size), itemgetter("tensor_bytes")),
+            (Column("each rank sends", size), itemgetter("bytes_per_rank")),
+            (Column("time", lambda seconds: f"{seconds * 1e3:.3g} ms"), itemgetter("seconds")),
+        ),
+    )
     rate = "for times: --link-rate 50GB/s"
     if plan["link_rate"] is not None:
         rate = f"at {plan['link_rate'] / 1e9:g} GB/s, nothing overlapping"
@@ -56,15 +67,3 @@ def _most(plan: dict[str, Any]) -> str:
         return f"{size(plan['kept_bytes'])} on each rank, and activations that are not known"
     way = "with" if plan["checkpointing"] else "without"
     return f"at most {size(plan['peak_bytes'])} on each rank, {way} gradient checkpointing"
-
-
-def _collective(collective: dict[str, Any]) -> tuple[str, ...]:
-    seconds = collective["seconds"]
-    return (
-        collective["operation"],
-        collective["of"],
-        f"{collective['axis']} {collective['num_ranks']}",
-        size(collective["tensor_bytes"]),
-        size(collective["bytes_per_rank"]),
-        "-" if seconds is None else f"{seconds * 1e3:.3g} ms",
-    )

@@ -24,7 +24,7 @@ from divergence.analyses.blocks.sections import (
     rows_table,
 )
 from divergence.comparison.result import Background, Report, SiteResult
-from divergence.document import Table
+from divergence.document import Column, Table, each_in
 from divergence.report.summary import analysis_sections, report_lines, verdict_lines
 from divergence.words import both_ends, count, decimal, limit_share, printable, times
 
@@ -120,24 +120,22 @@ def _modules(report: Report, block: str) -> Page:
 def _forwards(report: Report, name: str) -> Page:
     sites = [site for site in report.sites if site.site == name]
     sites.sort(key=lambda site: (site.pass_, site.sample, site.step))
-    titles = ("pass", "prompt", "step", "relative L2", "× floor", "limit", "worst token", "at")
-    rows = [
-        (
-            site.pass_,
-            str(site.sample),
-            str(site.step) if site.step else "prefill",
-            "equal" if site.identical else decimal(site.rel_l2),
-            times(site.ratio),
-            times(site.limit),
-            times(site.ratio_max),
-            "-" if site.worst_position is None else str(site.worst_position),
-        )
-        for site in sites
-    ]
     table = Table(
         caption=name,
-        columns=titles,
-        rows=rows,
+        **each_in(
+            sites,
+            ("pass", "pass_"),
+            ("prompt", "sample"),
+            (Column("step", absent="prefill"), lambda site: site.step or None),
+            (
+                Column("relative L2", decimal, "equal"),
+                lambda site: None if site.identical else site.rel_l2,
+            ),
+            (Column("× floor", times), "ratio"),
+            (Column("limit", times), "limit"),
+            (Column("worst token", times), "ratio_max"),
+            ("at", "worst_position"),
+        ),
         num_left=3,
         marks=["flagged" if site.flagged else "" for site in sites],
     )
@@ -173,16 +171,23 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
     worst = [max(groups[n], key=lambda s: (s.pass_ == wanted, *badness(s))) for n in numbers]
     rows = [
         (
-            "prefill" if what == "step" and not number else str(number),
-            "-" if site.identical else site.site,
-            decimal(site.rel_l2),
-            times(site.ratio),
-            limit_share(site.usage),
-            f"{sum(result.flagged for result in groups[number]):,}",
+            None if what == "step" and not number else number,
+            None if site.identical else site.site,
+            site.rel_l2,
+            site.ratio,
+            site.usage,
+            sum(result.flagged for result in groups[number]),
         )
         for number, site in zip(numbers, worst, strict=True)
     ]
-    titles = (what, "worst at", "relative L2", "× floor", "share of limit", "beyond limits")
+    columns = (
+        Column(what, absent="prefill"),
+        "worst at",
+        Column("relative L2", decimal),
+        Column("× floor", times),
+        Column("share of limit", limit_share),
+        Column("beyond limits", "{:,}".format),
+    )
     marks = ["flagged" if any(s.flagged for s in groups[n]) else "" for n in numbers]
 
     def opened(number: int) -> Page:
@@ -192,7 +197,7 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
 
     title = f"{what}s"
     note = count(len(rows), what)
-    table = Table(caption=title, columns=titles, rows=rows, num_left=2, marks=marks, note=note)
+    table = Table(caption=title, columns=columns, rows=rows, num_left=2, marks=marks, note=note)
     return Page(title=title, table=table, open=opened)
 
 

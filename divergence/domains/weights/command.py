@@ -47,7 +47,7 @@ def weights_document(report: WeightsReport) -> Document:
     others = report.others
     differing = sum(relation.num_parameters for relation in others if relation.name != "alone")
     if report.equal:
-        word, style, text = "IDENTICAL", "bold green", f"all {total} are equal bit for bit"
+        word, style, text = "IDENTICAL", "bold green", f"equal bit for bit in {total}"
     elif report.same:
         word, style = "SAME WEIGHTS", "bold green"
         text = _several(report.relations, f"{total}, stored otherwise: ")
@@ -66,12 +66,16 @@ def weights_document(report: WeightsReport) -> Document:
         for what, text in zip(report.facts, report.matching, strict=True)
     ]
     rows = [
-        ("same" if each.same else "other", each.num_parameters, list_names(each.names, 3))
+        ("same" if each.same else "other", each.num_parameters, each.names)
         for each in report.relations
     ]
     table = Table(
-        columns=("weights", "parameters", Column("which", left=True)),
-        rows=[*rows, *([("same", report.num_equal, "the others")] if report.num_equal else [])],
+        columns=(
+            "weights",
+            Column("parameters", "{:,}".format),
+            Column("which", partial(list_names, most=3), left=True),
+        ),
+        rows=[*rows, *([("same", report.num_equal, ["the others"])] if report.num_equal else [])],
         below={
             number: [Sentence(each.text + _spread(each.percent))]
             for number, each in enumerate(report.relations)

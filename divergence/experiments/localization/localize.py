@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -266,6 +266,8 @@ def _descend(
             calls.append(fact("experiments.side_calls", side=side, sites=sites))
     if calls:
         obstacles.append(fact("experiments.only_one_side_calls", calls=calls))
+        lone = next((call for call in calls if call["side"] == done.side), calls[-1])
+        done = replace(done, repro=reproduce(maker, made[lone["side"]], lone["sites"][0]))
     return replace(done, obstacles=in_one(obstacles))
 
 
@@ -355,10 +357,16 @@ def _at_operator(
     guilty, other = SIDES if (named.side or blamed) == "reference" else SIDES[::-1]
     wrong = any(own.times > NEAR for own in alone) or not alone
     repro = repro_other = None
+    paths = dict(zip(SIDES, (first.site, first.candidate_site), strict=True))
+    show = functools.partial(reproduce, maker, step=first.step, sample=first.sample)
     if stands_alone(first, guilty) and (wrong or first.other_operands):
-        repro = reproduce(maker, made, first, guilty)
+        given_to = operands_text(first.other_operands, guilty)
+        repro = show(made[guilty], paths[guilty], called=given_to)
+    elif first.fed_by and first.fed_by_side == guilty:  # what that side alone calls
+        repro = show(made[guilty], first.fed_by[-1])
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
-        repro_other = reproduce(maker, made, first, other, f"repro-{other}")
+        given_to = operands_text(first.other_operands, other)
+        repro_other = show(made[other], paths[other], name=f"repro-{other}", called=given_to)
     levels = done.levels
     if named.doubt is not None:  # what A's code tells of B proves nothing at any level
         levels = [replace(level, side=None) for level in levels]
@@ -680,21 +688,19 @@ def _node(run: Run, path: str, first: OperatorResult, pass_: str) -> CallNode | 
 
 
 def reproduce(
-    maker: Maker, made: dict[str, Run], first: OperatorResult, side: str, name: str = "repro"
+    maker: Maker, run: Run, path: str, *, name: str = "repro", **options: Any
 ) -> str | None:
-    """One side's operator as a folder; None where it cannot stand alone."""
-    path = first.site if side == "reference" else first.candidate_site
+    """One side's operator as a folder; None where it cannot stand alone. ``options``: of ``repro``,
+    which call."""
     out = maker.folder / name
     try:
         repro(
-            made[side],
+            run,
             site=f"{path}:out",
             out=out,
-            step=first.step,
-            sample=first.sample,
             force=True,
             operators=maker.namespaces,
-            called=operands_text(first.other_operands, side),
+            **options,
         )
     except DivergenceError as error:
         reason = fact("experiments.no_reproducer", site=path, why=error.message)

@@ -21,7 +21,7 @@ def page(report, key: str) -> Page:
 
 def column(page: Page, title: str) -> list[str]:
     at = page.table.titles.index(title)
-    return [row[at] for row in page.table.rows]
+    return [row[at] for row in page.table.cells()]
 
 
 def test_blocks_modules_forwards_numbers(reports):

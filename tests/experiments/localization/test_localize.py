@@ -58,7 +58,8 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     assert result.causal.holds
     assert result.causal.before > 1 > result.causal.largest_limit_usage
     assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
-    assert result.repro is None  # so there is nothing to show its vendor
+    report = (tmp_path / "work/repro/report.md").read_text()
+    assert f"{BLOCK}.mlp.act_fn/aten.mul" in report  # what that side alone calls
     assert result.commands == []
 
 

@@ -39,7 +39,8 @@ def test_a_run_with_results_of_another_says_so(operators, bless, invoke, tmp_pat
         ("inspect", b.path),
         (*again, f"{SITE}={operators.path}"),
     ):
-        assert f"SUBSTITUTED: {said}" in " ".join(invoke(*words)[1].split())
+        shown = f"SUBSTITUTED from run {operators.manifest.id[:8]}: {SITE}"
+        assert shown in " ".join(invoke(*words)[1].split())
     assert "holds results of another run" in bless(tmp_path / "golden", b.path)
     healthy = answer(operators)
     assert "substituted operators" not in [line.check for line in healthy.preflight]

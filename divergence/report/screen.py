@@ -46,20 +46,26 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 
 def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0) -> Document:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
-    or there are ``num_above`` lines before it, then no settings that are the same, then fewer
-    reasons where it alone is long."""
+    or there are ``num_above`` lines before it, then nothing of what is as usual (settings that are
+    the same, all compared), then fewer reasons where it alone is long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
-        if num_above and num_rows == 1:
-            differ = [item for item in whole.known if item.label != "settings" or item.style]
-            whole = dataclasses.replace(whole, known=differ)
         screen = make(report, whole, num_rows, more)
         width = width if num_rows > 1 else MAX_WIDTH
         height = HEIGHT - num_above * (num_rows > 1)
-        if sum(len(fold(item, width)) for item in document_lines(screen)) <= height:
+        num_lines = sum(len(fold(item, width)) for item in document_lines(screen))
+        if num_rows == 1 and HEIGHT - num_above < num_lines <= HEIGHT:
+            usual = {"compared"} if not lacking(report.coverage) else set()
+            sentences = [
+                item
+                for item in screen.known
+                if item.label not in usual and (item.label != "settings" or item.style)
+            ]
+            screen = dataclasses.replace(screen, known=sentences)
+        if num_lines <= height:
             break
     return screen
 

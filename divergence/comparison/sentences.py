@@ -529,7 +529,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
     "in_tail": ("other tokens lead up to it by steps of 2 × and less, as where attention is sharp"),
-    "not_clear": "{margin:.1f} × its limit; above 2 × it would be high",
+    "not_clear": "{margin:.2f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (
         "only rounding differs{sure:yes=|no=, as far as free runs tell}; {numbers:none=both "

@@ -130,6 +130,8 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     most = num_rows if verdict.kind in _BY_REASONS else min(1, num_rows)
     most = 0 if verdict.kind == "nonfinite" else most  # the headline counts them
     facts = [] if is_quiet(report) else _reasons(report, most)
+    # and what is plain of the difference: it tells the cause
+    facts += [item for item in verdict.evidence[1:] if item["plain"] and item not in facts]
     # the line of the onset names the place already
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]

@@ -39,7 +39,15 @@ from divergence.comparison.constants import (
 from divergence.comparison.decide import check
 from divergence.comparison.parameters import together
 from divergence.comparison.preflight import other_numbers
-from divergence.comparison.result import Check, Finding, VerdictKind, onset_at, order_of
+from divergence.comparison.result import (
+    Check,
+    Finding,
+    SiteResult,
+    VerdictKind,
+    num_rows,
+    onset_at,
+    order_of,
+)
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, input_bits
 from divergence.run.site import module_of
@@ -299,7 +307,7 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
         for unit in units
         for look in [look for look in unit.looks if look.used > 1] or unit.looks
     ]
-    # of several prompts, the token of the same number
+    # of several prompts, or blocks, the token of the same number
     tokens = {look.result.ratio_position for look in looks}
     positions = [unit.first.ratio_position for unit in units]
     for item in structures:
@@ -309,7 +317,9 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
         begins = item.code == "blocks.beginning"
         if begins and len(places) == len(units) and min(places) >= token:
             return {"onward": token}
-    several = len({look.sample for look in looks}) > 1
+    several = len({look.sample for look in looks}) > 1 or (
+        len(units) > 1 and all(_is_mostly_one(look.result) for look in looks)
+    )
     # the largest token of a forward that is off as a whole may be all that is
     single = all(look.worst**2 > BEGINS_TIMES * look.typical**2 for look in looks)
     if not several or not (single or all(unit.of_token for unit in units)):
@@ -321,6 +331,12 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, i
         return {"last": True}
     token = tokens.pop()
     return {} if tokens or token is None else {"token": token}
+
+
+def _is_mostly_one(result: SiteResult) -> bool:
+    """Does one token hold more than half of the squared difference?"""
+    whole = num_rows(result) * (result.rel_l2 or 0.0) ** 2
+    return 2 * (result.token_rel_l2_max or 0.0) ** 2 > whole
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:

@@ -151,7 +151,7 @@ SENTENCES: Mapping[str, str] = {
         "{share:share} of the squared difference"
     ),
     "vocabulary_row": (
-        "{share:share} of the squared difference at {site} is that of token {number} alone"
+        "{share:share} of the squared difference at {site} is that of token id {number} alone"
     ),
     "channel": (
         "{share:share} of the squared difference at {site} is in channel {number} of {total} alone"

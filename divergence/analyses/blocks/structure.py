@@ -93,7 +93,7 @@ def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
         for structure in table:
             answer = structure(seen)
             if answer is not None and answer[0] >= EXPLAINED_SHARE:
-                facts.append(answer[1])
+                facts.append(answer[1].with_values(plain=True))
                 break
     return facts
 

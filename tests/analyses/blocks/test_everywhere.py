@@ -109,6 +109,21 @@ def test_the_first_line_names_the_token(truth, reference, answer):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "said"), [([-1], "(of 4), at token 32: what"), ([4, 9, -1], "not one layer")]
+)
+def test_a_token_just_beyond_its_limit_is_named_if_no_other_is_off(tokens, said, reference, answer):
+    """Where it holds most of its prompt's difference, and less than a structure does."""
+    a = reference("bfloat16")
+
+    def change(output):
+        return at_tokens(tokens, 1.2)(output) if output.shape[1] == 33 else output
+
+    report = answer(a, in_mlp(change), attn_implementation="sdpa")
+    assert is_of_all_blocks(report, "candidate")
+    assert said in report.verdict.summary, report.verdict.summary
+
+
+@pytest.mark.parametrize(
     ("dtype", "change", "blocks", "said"),
     [
         ("float32", at_tokens([4], 1 + 1e-5), [4], "at model.layers.4:out, at token 4"),

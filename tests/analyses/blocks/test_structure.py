@@ -204,13 +204,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_structure_of_a_difference_is_named_at_its_onset(runs, answer, name):
+def test_the_structure_of_a_difference_is_named_at_its_onset(runs, answer, printed, name):
     """With the numbers that tell the cause."""
     family, prepare, code, values = CASES[name]
     a = runs(family)
-    verdict = answer(a, prepare).verdict
-    named = {item.code: item for item in verdict.evidence}
-    assert code in named, verdict.evidence
+    report = answer(a, prepare)
+    named = {item.code: item for item in report.verdict.evidence}
+    assert code in named, report.verdict.evidence
+    if code != "blocks.layer_type":
+        begins = " ".join(named[code].text.split()[:3])
+        assert begins in " ".join(printed(report).split())  # the first screen
     for key, value in values.items():
         expected = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
         assert named[code][key] == expected

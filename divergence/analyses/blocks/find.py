@@ -12,21 +12,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from divergence.analyses.blocks.units import (
-    JudgedUnits,
+    Escalation,
+    JudgedUnit,
+    Judgement,
     Unit,
     build_units,
-    escalated_units,
     families_of,
     farther_side,
-    flag_units,
+    is_table,
     is_whole,
+    judge_units,
     next_commands,
     num_columns,
     num_values,
@@ -54,21 +56,15 @@ from divergence.facts import Fact, fact
 from divergence.numerics.floor import Thresholds, spread
 from divergence.run.contents import is_mask
 from divergence.run.site import ROOT, is_codes, module_of
-from divergence.words import SIDES, Side, SideOrBoth, grouped, other_side
+from divergence.words import SIDES, Side, grouped, other_side, side_of
 
-# Nan and inf: the first place where a result is no number, and which side it is on.
+# Exact: nan and inf, and which side they are on.
 #
 # Two sides agree at an element where both are finite, both nan, or both the same infinity
-# (numerics.sums): nan at other places, or +inf against -inf, is a difference although the
-# counts are equal. Where both agree, a result is still no result: nan, +inf, or -inf in a block's
-# output or input, is a verdict on both sides, however equal the bits are.
-#
-# Masks hold -inf by right, equal on both sides or against a number that means the same; so may
-# logits (a token that must not be chosen) and what is inside a block. A nan inside a block counts
-# where it comes out of it: rows of padding may be nan inside.
-#
-# The first place is the earliest in execution order, in whichever pass: a nan that is made between
-# blocks shows in the free pass alone, and one that is made in a block shows in both at one place.
+# (numerics.sums). Where both agree, a result is still no result: nan, +inf, or -inf in a block's
+# output or input, is a verdict on both sides, however equal the bits are. Masks hold -inf by right;
+# so may logits and what is inside a block. A nan inside a block counts where it comes out of it:
+# rows of padding may be nan inside.
 
 
 def find_nonfinite(measured: Measured) -> Finding | None:
@@ -97,11 +93,11 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     first = min(candidates, key=place)
     counts = first.nonfinite
     assert counts is not None
-    nans = {"reference": counts.reference_nan, "candidate": counts.candidate_nan}
-    infs = {"reference": counts.reference_inf, "candidate": counts.candidate_inf}
-    alone = {"reference": counts.reference_alone, "candidate": counts.candidate_alone}
-    sides = [side for side in SIDES if alone[side]]
-    side: SideOrBoth | None = sides[0] if len(sides) == 1 else "both" if sides else None
+    nans, infs, alone = (
+        {side: getattr(counts, f"{side}_{what}") for side in SIDES}
+        for what in ("nan", "inf", "alone")
+    )
+    side = side_of([alone[each] > 0 for each in SIDES])
     if first in shared:
         side, what = "both", _numbers(nans["reference"], infs["reference"])
         headline = [fact("blocks.nonfinite_shared", what=what, site=first.site)]
@@ -143,13 +139,12 @@ def find_nonfinite(measured: Measured) -> Finding | None:
                 "blocks.nonfinite_counts",
                 site=first.site,
                 num_elements=first.numel,
-                reference_nan=counts.reference_nan,
-                reference_inf=counts.reference_inf,
-                reference_neginf=counts.reference_neginf,
-                candidate_nan=counts.candidate_nan,
-                candidate_inf=counts.candidate_inf,
-                candidate_neginf=counts.candidate_neginf,
                 num_apart=_num_apart(first),
+                **{
+                    f"{each}_{what}": getattr(counts, f"{each}_{what}")
+                    for each in SIDES
+                    for what in ("nan", "inf", "neginf")
+                },
             )
         ],
         commands=[
@@ -177,7 +172,7 @@ def _is_no_result(site: SiteResult) -> bool:
         return False
     if counts.reference_inf > counts.reference_neginf:
         return True
-    main = site.site == f"{module_of(site.site)}:out" or site.site == f"{module_of(site.site)}:in"
+    main = site.site in (f"{module_of(site.site)}:out", f"{module_of(site.site)}:in")
     return site.role == "block" and main and counts.reference_neginf > 0
 
 
@@ -188,21 +183,20 @@ def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
 
 def find(measured: Measured) -> AnalysisResult:
     """Return what the blocks show, and all sites with the limits that they were held against."""
-    if not measured.sites:
-        return AnalysisResult(parts={"sites": []})
-    if any(site.nonfinite is not None for site in measured.sites):
-        bad = find_nonfinite(measured)
-        if bad is not None:
-            return AnalysisResult(findings=[bad], parts={"sites": list(measured.sites)})
+    # exact: nan and inf leave no error to be measured
+    bad = find_nonfinite(measured)
+    if bad is not None or not measured.sites:
+        findings = [] if bad is None else [bad]
+        return AnalysisResult(findings=findings, parts={"sites": list(measured.sites)})
+    # outlier and family: what is beyond its limit
     judged = judged_units(measured)
-    escalation = judged.escalation
-    sites = _with_limits(
-        measured.sites, [*judged.units, *escalation.units], [*judged.flagged, *escalation.flagged]
-    )
+    sites = _with_limits(measured.sites, [*judged.units, *judged.escalation.units])
+    # scope of that; and only where there is none: accumulated
     findings = _claims(dataclasses.replace(measured, sites=sites), judged)
     # how small an error would have been seen, in float32 where both sides were
     main = [unit for unit in judged.units if unit.pass_ != "free" or not measured.anchored]
-    visible = visible_of(escalation.units if escalation.complete else []) or visible_of(main)
+    deeper = judged.escalation.units if judged.escalation.complete else []
+    visible = visible_of(deeper) or visible_of(main)
     # what the reader must know beside the numbers
     evidence: list[Fact] = []
     if steps := judged.unanchored:  # judged less exactly
@@ -220,28 +214,35 @@ def find(measured: Measured) -> AnalysisResult:
     return AnalysisResult(findings=[*findings, context], parts={"sites": sites, "visible": visible})
 
 
-def judged_units(measured: Measured) -> JudgedUnits:
-    """Hold the sites of the pass that counts against their limits: the anchored pass; what no
-    anchor reached, and where there is none, the free pass."""
-    units = build_units(measured.sites, "anchored" if measured.anchored else "free")
+def judged_units(measured: Measured) -> Judgement:
+    """Holds the sites of the pass that counts against their limits: the anchored pass; what no
+    anchor reached, and where there is none, the free pass. Beside it the escalated passes."""
+
+    def units_of(sites: Iterable[SiteResult], pass_: str) -> list[Unit]:
+        return build_units(sites, pass_, measured.samples, measured.shown, measured.thresholds)
+
+    units = units_of(measured.sites, "anchored" if measured.anchored else "free")
     unanchored: list[int] = []
     if measured.anchored:
         covered = {(s.sample, s.step) for s in measured.sites if s.pass_ == "anchored"}
         free = (s for s in measured.sites if s.pass_ == "free")
         rest = [s for s in free if (s.sample, s.step) not in covered]
-        units += build_units(rest, "free")
+        units += units_of(rest, "free")
         unanchored = sorted({s.step for s in rest})
-    for unit in units:
-        used = (measured.shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
-        unit.widened = max(1.0, measured.thresholds.widen * used)
-    escalation = escalated_units(measured.sites)
-    flag_units(
-        [*units, *escalation.units],
-        measured.samples,
-        routed=measured.routed,
-        thresholds=measured.thresholds,
+    sides = {site.of for site in measured.sites if site.pass_ == "escalated"}
+    deeper = [
+        unit
+        for of in sorted(sides, key=str)
+        for unit in units_of(
+            (s for s in measured.sites if s.of == of and not is_table(s)), "escalated"
+        )
+    ]
+    judged = judge_units([*units, *deeper], routed=measured.routed, thresholds=measured.thresholds)
+    return Judgement(
+        units=judged[: len(units)],
+        unanchored=unanchored,
+        escalation=Escalation(judged[len(units) :], sides),
     )
-    return JudgedUnits(units=units, unanchored=unanchored, escalation=escalation)
 
 
 def limits_used(measured: Measured) -> Shown:
@@ -252,7 +253,7 @@ def limits_used(measured: Measured) -> Shown:
     }
 
 
-def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
+def _claims(measured: Measured, judged: Judgement) -> list[Finding]:
     flagged, escalation = judged.flagged, judged.escalation
     compared = [site for site in measured.sites if site.pass_ != "escalated"]
     if all(site.identical for site in compared):
@@ -315,7 +316,7 @@ def _claims(measured: Measured, judged: JudgedUnits) -> list[Finding]:
     return findings
 
 
-def _equal(measured: Measured, shared: Sequence[Unit], num_compared: int) -> Finding:
+def _equal(measured: Measured, shared: Sequence[JudgedUnit], num_compared: int) -> Finding:
     """Every bit. ``shared``: units of which both sides are far from the truth."""
     missing, evidence = measured.missing, list[Fact]()
     headline = [fact("blocks.all_equal", num=num_compared)]
@@ -347,8 +348,9 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
     limit. Samples whose anchored pass is equal bit for bit are left out."""
     free = build_units(measured.sites, "free")
     off: set[PromptStep] = set()
-    for unit in flag_units(free, routed=measured.routed, thresholds=measured.thresholds):
-        if unit.why != "token" or unit.limit_usage > measured.thresholds.free_gain:
+    for unit in judge_units(free, routed=measured.routed, thresholds=measured.thresholds):
+        single = unit.why == "token" and unit.limit_usage <= measured.thresholds.free_gain
+        if unit.why is not None and not single:
             off |= places_of(unit)
     seen: dict[str, set[tuple[int, int, str]]] = {"free": set(), "anchored": set()}
     rounded: set[int] = set()
@@ -382,33 +384,29 @@ def _weights_evidence(measured: Measured) -> list[Fact]:
     ]
 
 
-def _with_limits(
-    sites: Sequence[SiteResult], units: Sequence[Unit], flagged: Sequence[Unit]
-) -> list[SiteResult]:
+def _with_limits(sites: Sequence[SiteResult], units: Iterable[JudgedUnit]) -> list[SiteResult]:
     fields: dict[int, dict[str, Any]] = {}
-    beyond = {id(unit) for unit in flagged}
     for unit in units:
-        many = len(unit.looks) > 1
+        many, off = len(unit.looks) > 1, unit.why is not None
         looks = grouped(unit.looks if many else (), lambda look: id(look.result))
         for result in unit.results:
             used = {look.sample: look.used for look in looks.get(id(result), ())}
-            values: dict[str, Any] = {
+            most = max(used.values(), default=0.0 if many else unit.limit_usage)
+            values = fields[id(result)] = {
                 "limit": unit.limit,
-                "limit_usage": max(unit.limit_usage, float(id(unit) in beyond)),
-                "usage": max(used.values(), default=0.0 if many else unit.limit_usage),
+                "limit_usage": max(unit.limit_usage, float(off)),
+                "usage": most,
                 "prompts": [
                     replace(row, usage=used.get(row.sample, row.usage)) for row in result.prompts
                 ],
             }
-            if id(unit) in beyond:
-                # by all forwards together, perhaps, and by no single one
-                values["flagged"] = _is_beyond(unit, result)
-                values["usage"] = max(values["usage"], float(values["flagged"]))
-            fields[id(result)] = values
+            if off:  # by all forwards together, perhaps, and by no single one
+                flagged = _is_beyond(unit, result)
+                values |= {"flagged": flagged, "usage": max(most, float(flagged))}
     return [replace(site, **fields[id(site)]) if id(site) in fields else site for site in sites]
 
 
-def _is_beyond(unit: Unit, result: SiteResult) -> bool:
+def _is_beyond(unit: JudgedUnit, result: SiteResult) -> bool:
     """Is this one of the results for which the unit is flagged? A healthy prompt beside a faulty
     one is not; where none is beyond by itself, all of them together are."""
     beyond = [look for look in unit.looks if look.used > 1]
@@ -420,18 +418,15 @@ def _is_beyond(unit: Unit, result: SiteResult) -> bool:
 
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     estimates = [(site.step > 0, site.estimated) for site in sites if site.estimated is not None]
+    errors = grouped(((is_step, e.relative_error) for is_step, e in estimates), lambda e: e[0])
+    facts = []
+    for phase, of_phase in (("prefill", errors.get(False)), ("decode", errors.get(True))):
+        sizes = [size for _, size in of_phase or () if size is not None]
+        if sizes:
+            middle, worst = statistics.median(sizes), max(sizes)
+            facts.append(fact("blocks.estimate", phase=phase, typical=middle, worst=worst))
     if not estimates:
         return []
-    facts = []
-    for phase, steps in (("prefill", False), ("decode", True)):
-        errors = [
-            estimate.relative_error
-            for is_step, estimate in estimates
-            if is_step == steps and estimate.relative_error is not None
-        ]
-        if errors:
-            middle, worst = statistics.median(errors), max(errors)
-            facts.append(fact("blocks.estimate", phase=phase, typical=middle, worst=worst))
     return [fact("blocks.estimated", num_estimated=len(estimates), num=len(sites), errors=facts)]
 
 
@@ -460,18 +455,15 @@ def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
     return evidence
 
 
-# Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
+# Accumulated: the free run ends farther off than its parts explain, though none is beyond a limit.
 #
 # Looked at in every sample and step, at the last block's output and behind it up to the logits.
 # There the blocks' and modules' errors are added as squares (``allowed_errors``); what blocks make
 # of each other's is left room for by ``drift``, what the final norm and the head make of what
-# reaches them by ``free_gain``. With a truth the two sides' distances from it are compared, over
-# the rows of a prefill or for the one row of a decode step. Where a model routes tokens, one row
-# may have gone to another expert, so that the median of fewer than eight tells nothing; and where
-# that is known of any, on one side or in the truth, the ends of the free runs do not either. Where
-# activations become codes, one that flips moves everything behind it farther than rounding does, on
-# either side: what the free runs end with tells nothing then, and only what lies behind the blocks
-# is looked at.
+# reaches them by ``free_gain``. With a truth the two sides' distances from it are compared. Where a
+# model routes tokens, the median of fewer than eight rows tells nothing, nor do the ends where one
+# is known to have gone to another expert. Where activations become codes, one that flips moves
+# everything behind it farther than rounding does: then only what lies behind the blocks counts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,13 +546,8 @@ def _against_floors(
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
-    headline = fact(
-        "blocks.grows_to",
-        site=site.site,
-        rel_l2=site.token_rel_l2_median,
-        ratio=ratio,
-        behind=behind,
-    )
+    rel_l2 = site.token_rel_l2_median
+    headline = fact("blocks.grows_to", site=site.site, rel_l2=rel_l2, ratio=ratio, behind=behind)
     return Drift(headline, _where(site, ratio=ratio, limit=limit), site.step)
 
 
@@ -583,22 +570,15 @@ def _where(site: SiteResult, **values: Any) -> Fact:
     return fact("blocks.in_free_pass", sample=site.sample, step=site.step, site=site.site, **values)
 
 
-# Within rounding: how near the nearest unit came to its limit, and what stands out all the same.
-#
-# A stand-out is a block that differs by more than other blocks or kernels do, though within
-# rounding: a place to look first, never a verdict (a coarser sum in one block of twelve, say, whose
-# error a 16-bit dtype hides). A site stands out where its typical token's error in the anchored
-# pass is over ``standout`` times the median of its siblings', or where it was beyond a limit and
-# both sides turned out equally near the truth. Of a block's sites the first in execution order is
-# named.
-#
-# All blocks together stand out where one side is farther from the truth in all of them, by their
-# median W beyond ``truth_standout``: a kernel that is wrong everywhere has no healthy siblings.
+# Within rounding: how near the nearest unit came to its limit, and what stands out all the same, a
+# place to look first and never a verdict: a block whose typical error in the anchored pass is over
+# ``standout`` times its siblings' median, or that was beyond a limit while both sides are equally
+# near the truth; all blocks, where one side is farther from the truth in them by their median W.
 
 
 def within_rounding(
     measured: Measured,
-    judged: JudgedUnits,
+    judged: Judgement,
     standouts: list[StandOut],
     only_rounds: dict[int, int],
 ) -> Finding:
@@ -628,15 +608,14 @@ def within_rounding(
     sure = measured.anchored and not judged.unanchored
     widest = max(units, key=lambda unit: (unit.typical, unit.worst))
     farthest = max(units, key=lambda unit: unit.worst)
-    largest = fact("blocks.typical_equal")
-    if widest.typical:
-        largest = fact(
-            "blocks.typical_largest",
-            site=widest.site,
-            phase=widest.phase,
-            ratio=widest.typical,
-            limit=widest.limit,
-        )
+    largest = fact(
+        "blocks.typical_largest",
+        site=widest.site,
+        phase=widest.phase,
+        ratio=widest.typical,
+        limit=widest.limit,
+    )
+    largest = largest if widest.typical else fact("blocks.typical_equal")
     evidence = [
         fact(
             "blocks.largest",
@@ -646,7 +625,7 @@ def within_rounding(
             limit=farthest.worst_limit,
         )
     ]
-    against_truth = [unit for unit in units if unit.stats is not None]
+    against_truth = [unit for unit in units if unit.standing is not None]
     if against_truth:
         closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
@@ -675,26 +654,18 @@ def within_rounding(
             evidence.append(fact("hidden_below_floor", within=False, next=can_escalate))
     # one side's arithmetic, where it is coarser in all blocks; the one block, or the blocks that
     # stand out, where nothing else differs at all
-    where, outlier = [], None
-    named = {each.unit.results[0].block for each in standouts if each.side is None}
+    where, alone, outlier = list[Fact](), list[Fact](), None
+    named = {each.unit.block for each in standouts if each.side is None}
     anchored = [s for s in measured.sites if s.pass_ == "anchored" and not is_codes(s.site)]
     differing = dict.fromkeys(site.block for site in anchored if not site.identical)
     num_equal = len({site.block for site in anchored} - differing.keys())
     if standouts:
-        first_unit = standouts[0].unit
-        outlier = fact("blocks.differs_more", place=first_unit.results[0].block or first_unit.site)
-    coarser = next((standout for standout in standouts if standout.side is not None), None)
-    if coarser is not None and coarser.side is not None:
-        outlier = fact("blocks.farther_everywhere", side=coarser.side)
-        where = [
-            fact(
-                "blocks.coarser",
-                side=coarser.side,
-                other=other_side(coarser.side),
-                times=coarser.times,
-            )
-        ]
-    alone = []
+        nearest = standouts[0].unit
+        outlier = fact("blocks.differs_more", place=nearest.block or nearest.site)
+    for each in [each for each in standouts if each.side is not None][:1]:
+        outlier = fact("blocks.farther_everywhere", side=each.side)
+        other = other_side(each.side)
+        where = [fact("blocks.coarser", side=each.side, other=other, times=each.times)]
     if named and named >= differing.keys():
         where.append(fact("blocks.only_in", places=list(differing)))
     elif len(differing) == 1 and None not in differing and num_equal > FEWEST_SIBLINGS:
@@ -740,7 +711,7 @@ def within_rounding(
             lacking = fact("blocks.no_float32_here", ranks=advice.divided)
         checks.append(check("escalated", escalation.complete, lacking, made=False))
     # what looks inside the first stand-out; what raises the confidence
-    commands, block = advice.judged(), standouts[0].unit.results[0].block if standouts else None
+    commands, block = advice.judged(), standouts[0].unit.block if standouts else None
     commands += [] if block is None else advice.descent(block)
     commands += next_commands(measured, None, escalation)
     if measured.anchored and measured.truth is None and not commands:
@@ -762,13 +733,13 @@ class StandOut:
     """A block that stands out. ``times``: the typical token's error over its siblings'; where all
     of a kind do, ``side``'s error over the other side's. ``unit``: the first of them then."""
 
-    unit: Unit
+    unit: JudgedUnit
     times: float
     side: Side | None = None
 
     @property
     def fact(self) -> Fact:
-        unit, block = self.unit, self.unit.results[0].block
+        unit, block = self.unit, self.unit.block
         if self.side is not None:
             return fact(
                 "side_farther",
@@ -791,7 +762,7 @@ class StandOut:
 
 
 def find_standouts(
-    units: Sequence[Unit],
+    units: Sequence[JudgedUnit],
     thresholds: Thresholds,
     *,
     two_dtypes: bool = False,
@@ -799,7 +770,7 @@ def find_standouts(
     """Finds those that stand out, in execution order, one a block. ``two_dtypes``: one side's
     arithmetic is coarser by its dtype, and that is no news."""
     standouts: list[StandOut] = []
-    anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
+    anchored = (u for u in units if u.pass_ == "anchored" and u.kind.role == "block")
     for family in families_of(anchored):
         for unit in family if len(family) > FEWEST_SIBLINGS else ():
             usual = statistics.median(o.typical for o in family if o is not unit)
@@ -810,7 +781,7 @@ def find_standouts(
             ):
                 standouts.append(StandOut(unit, times))
         farther = None
-        if not two_dtypes and any(unit.stats is not None for unit in family):
+        if not two_dtypes and any(unit.standing is not None for unit in family):
             farther = farther_side(family, thresholds.truth_standout)
         if farther is not None:
             side, times = farther
@@ -819,5 +790,5 @@ def find_standouts(
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
     named: dict[str | None, StandOut] = {}
     for standout in standouts:
-        named.setdefault(standout.unit.results[0].block, standout)
+        named.setdefault(standout.unit.block, standout)
     return list(named.values())

@@ -16,7 +16,7 @@ from divergence.analyses.blocks.units import (
     Blame,
     Escalation,
     Family,
-    Unit,
+    JudgedUnit,
     Why,
     block_outputs,
     find_family,
@@ -55,7 +55,7 @@ from divergence.words import SIDES, SideOrBoth, common_side, grouped, other_side
 
 
 def made_at(
-    measured: Measured, units: list[Unit], flagged: list[Unit], escalation: Escalation
+    measured: Measured, units: list[JudgedUnit], flagged: list[JudgedUnit], escalation: Escalation
 ) -> Finding:
     """An error beyond the limit, at one site or at most of a kind."""
     family = find_family(units, flagged, measured)
@@ -78,9 +78,9 @@ def made_at(
     if not measured.anchored:
         evidence.append(fact("judged_from_free_runs"))
     if first.results[0].role == "inner" and first.pass_ != "free":  # what feeds it passes
-        order, block = first.results[0].order, first.results[0].block
+        order, block = first.results[0].order, first.block
         healthy = [u for u in units if u.why is None and u.phase == first.phase]
-        inside = (u for u in healthy if u.results[0].block == block and u.results[0].order < order)
+        inside = (u for u in healthy if u.block == block and u.results[0].order < order)
         last = max(inside, key=lambda unit: unit.results[0].order, default=None)
         if last is not None:
             evidence.append(fact("last_that_passes", site=last.site))
@@ -154,11 +154,9 @@ def made_at(
         step = only_step(measured) if scope is None else None
         headline += [] if step is None else [fact("blocks.only_step", step=step)]
     sides = measured.reference.manifest, measured.candidate.manifest
-    numbers = other_numbers(*sides, first.results[0].block or module_of(first.site))
+    numbers = other_numbers(*sides, first.block or module_of(first.site))
     if numbers:  # where it is one block that is off, it need not be what is special there
-        in_all = first.results[0].block is not None and not any(
-            n["where"] or n["num"] for n in numbers
-        )
+        in_all = first.block is not None and not any(n["where"] or n["num"] for n in numbers)
         headline += [fact("numbers_there", numbers=numbers, alike=in_all and family is None)]
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
@@ -174,7 +172,7 @@ def made_at(
     )
 
 
-def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
+def _input_bits(family: Family, units: Sequence[JudgedUnit]) -> int | None:
     """Tells the fraction bits of the shorter format to which products' inputs were rounded, where
     all blocks in float32 are off as such products are, and no block's product is healthy. (That of
     a head may be: one row takes kernels that round no inputs.)"""
@@ -185,7 +183,8 @@ def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
     if any(
         unit.why is None
         for unit in products
-        if unit.kind[0] == "block" and (not unit.kind[1] or unit.kind[3] in ("Linear", "Conv1D"))
+        if unit.kind.role == "block"
+        and (not unit.kind.place or unit.kind.class_ in ("Linear", "Conv1D"))
     ):
         return None
     float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}
@@ -193,7 +192,7 @@ def _input_bits(family: Family, units: Sequence[Unit]) -> int | None:
         return None
     bits = [
         input_bits(
-            unit.typical if unit.stats is None else max(unit.stats.typical.values()),
+            unit.typical if unit.standing is None else max(unit.standing.stats.typical.values()),
             first.shape[-1],
         )
         for unit in family.members
@@ -243,7 +242,9 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     )
 
 
-def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
+def _table_behind(
+    measured: Measured, family: Family, flagged: list[JudgedUnit]
+) -> JudgedUnit | None:
     """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
     that no anchored pass replaced, as the other side does not show it or has it in another shape.
     """
@@ -273,7 +274,7 @@ def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Un
 
 
 def _scope(
-    unit: Unit, flagged: Sequence[Unit], structures: Sequence[Fact] = (), *, named: bool
+    unit: JudgedUnit, flagged: Sequence[JudgedUnit], structures: Sequence[Fact] = (), *, named: bool
 ) -> list[Fact]:
     """Tells where alone the unit's module is off, by all of its tensors that are. ``named``: behind
     the side that is to blame."""
@@ -286,19 +287,12 @@ def _scope(
 
 
 _SCOPE = fact(
-    "scope",
-    parts=[],
-    since=None,
-    alone=True,
-    comma=False,
-    token=None,
-    last=False,
-    onward=None,
+    "scope", parts=[], since=None, alone=True, comma=False, token=None, last=False, onward=None
 )
 """All forwards, all tokens."""
 
 
-def _tokens_of(structures: Sequence[Fact], units: Sequence[Unit]) -> dict[str, int]:
+def _tokens_of(structures: Sequence[Fact], units: Sequence[JudgedUnit]) -> dict[str, int]:
     """Tells the ``token`` that holds the difference at the onset, and the largest wherever it is
     beyond its limit; or ``last``, where that is the last one of each prompt; or ``onward``: the one
     from which on the difference is."""
@@ -359,33 +353,31 @@ def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:
             most=max(sizes),
             unexplained=unexplained,
         )
-    low = max(1.0, min(unit.margin for unit in beyond))
+    num, least = len(family.members), max(1.0, min(unit.margin for unit in beyond))
     return fact(
-        "family_beyond",
-        num_flagged=len(family.members),
-        total=family.num_all,
-        name=family.name,
-        least=low,
+        "family_beyond", num_flagged=num, total=family.num_all, name=family.name, least=least
     )
 
 
-def _elsewhere(flagged: list[Unit], first: Unit, units: Sequence[Unit]) -> list[Fact]:
+def _elsewhere(
+    flagged: list[JudgedUnit], first: JudgedUnit, units: Sequence[JudgedUnit]
+) -> list[Fact]:
     """The other places where an error is made in equal inputs, by side: that of ``first`` comes
     first. They are blocks, and modules behind them that are given what passes."""
     blocks: dict[SideOrBoth | None, dict[str, None]] = {first.side: {}}
-    outer = [unit for unit in units if unit.kind[0] == "trunk" or unit.kind[1] == ""]
+    outer = [unit for unit in units if unit.kind.role == "trunk" or unit.kind.place == ""]
     outer.sort(key=lambda unit: unit.results[0].order)
     for unit in flagged:
-        block = unit.results[0].block
-        if block is None and unit.site != first.site and unit.kind[2] == "out":
+        block = unit.block
+        if block is None and unit.site != first.site and unit.kind.port == "out":
             kind, order = (unit.pass_, unit.phase), unit.results[0].order
             before = [u for u in outer if (u.pass_, u.phase) == kind and u.results[0].order < order]
-            blocks_before = [u for u in before if u.kind[0] == "block"]
+            blocks_before = [u for u in before if u.kind.role == "block"]
             if blocks_before and before[-1].why is None and blocks_before[-1].why is None:
                 block = module_of(unit.site)
         # at the same site the other side may be off in the other phase
         apart = unit.site == first.site and {unit.side, first.side} == set(SIDES)
-        elsewhere = block is not None and (block != first.results[0].block or apart)
+        elsewhere = block is not None and (block != first.block or apart)
         if elsewhere and unit.pass_ != "free":
             blocks.setdefault(unit.side, {})[str(block)] = None
     return [
@@ -400,53 +392,45 @@ def _elsewhere(flagged: list[Unit], first: Unit, units: Sequence[Unit]) -> list[
     ]
 
 
-def _others(flagged: list[Unit], first: Unit) -> list[Fact]:
-    places = {unit.results[0].block or unit.site for unit in flagged}
-    others = sorted(places - {first.results[0].block or first.site})
+def _others(flagged: list[JudgedUnit], first: JudgedUnit) -> list[Fact]:
+    places = {unit.block or unit.site for unit in flagged}
+    others = sorted(places - {first.block or first.site})
     return [fact("also_beyond", places=others)] if others else []
 
 
-def _passes_prefill(unit: Unit, units: list[Unit]) -> bool:
+def _passes_prefill(unit: JudgedUnit, units: list[JudgedUnit]) -> bool:
     """Is it off in decode steps, and its site's prefill is not, nor as far on the same side?"""
     same = [u for u in units if u.site == unit.site and u.phase == "prefill"]
     if unit.phase != "decode" or not same or any(other.why is not None for other in same):
         return False
-    sign = -1.0 if unit.side == "reference" else 1.0
-    sign_of_own, *rest = (sign * each.x_at() for each in (unit, *same))
-    near = max(math.log(THRESHOLDS.truth_confirm), sign_of_own / 2)
-    return unit.blame is None or max(rest) <= near
+    near = max(math.log(THRESHOLDS.truth_confirm), unit.farther(unit.side) / 2)
+    return unit.blame is None or max(each.farther(unit.side) for each in same) <= near
 
 
-def is_everywhere(unit: Unit, escalation: Escalation) -> bool:
+def is_everywhere(unit: JudgedUnit, escalation: Escalation) -> bool:
     """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
     deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
-    beyond = ([look.used > 1 for look in unit.looks] for unit in deeper)
-    return any(all(looks) or not any(looks) for looks in beyond)
+    return any(len({look.used > 1 for look in unit.looks}) <= 1 for unit in deeper)
 
 
-def _may_be_elsewhere(unit: Unit, beyond: Collection[PromptStep]) -> bool:
+def _may_be_elsewhere(unit: JudgedUnit, beyond: Collection[PromptStep]) -> bool:
     """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
     sides differ by half as much there, or at all where most is equal bit for bit; or where log W is
     over half of that beyond the limit: few numbers convict none, and the truth may not hold those
     forwards."""
     sizes = {look.place: look.worst if unit.of_token else look.typical for look in unit.looks}
-    off, rest = (
-        [size for place, size in sizes.items() if (place in beyond) == inside]
-        for inside in (True, False)
-    )
-    nearest = max(rest, default=0.0)
-    if min(off, default=0.0) <= CLEAR_TIMES * nearest or (unit.mostly_equal and nearest > 0):
+    inside, outside = [at for at in sizes if at in beyond], [at for at in sizes if at not in beyond]
+    nearest = max((sizes[at] for at in outside), default=0.0)
+    least = min((sizes[at] for at in inside), default=0.0)
+    if least <= CLEAR_TIMES * nearest or (unit.mostly_equal and nearest > 0):
         return True
     if unit.of_token or unit.side not in ("reference", "candidate"):
         return False
-    sign = 1.0 if unit.side == "candidate" else -1.0
-    ratios = {place: sign * unit.x_at(place) for place in sizes}
-    least = min((x for place, x in ratios.items() if place in beyond), default=0.0)
-    others = (x for place, x in ratios.items() if place not in beyond)
-    return max(others, default=0.0) > least / CLEAR_TIMES > 0
+    off, rest = ([unit.farther(unit.side, at) for at in places] for places in (inside, outside))
+    return max(rest, default=0.0) > min(off, default=0.0) / CLEAR_TIMES > 0
 
 
-def only_in(*units: Unit) -> Fact | None:
+def only_in(*units: JudgedUnit) -> Fact | None:
     """The prompts and steps that alone are off (``alone``), or that are beyond their limits where
     others may be off, too; None where all are beyond, or where all may be off and it is of all rows
     together that the units are beyond theirs. Of one unit, or all of a family."""
@@ -485,31 +469,22 @@ def _in_places(
     within = [at for at in places if all(n in level for n, level in zip(at, levels, strict=True))]
     # no prompt or step, as a race would have it
     if alone and len(within) > len(beyond) >= FEWEST_SIBLINGS:
-        sample, step = min(beyond)
-        parts.append(
-            fact("scattered", num=len(beyond), total=len(places), sample=sample, step=step)
-        )
-        return _SCOPE.with_values(parts=parts)
+        (sample, step), total = min(beyond), len(places)
+        part = fact("scattered", num=len(beyond), total=total, sample=sample, step=step)
+        return _SCOPE.with_values(parts=[part])
     for number, what in enumerate(("prompt", "step")):
         some, every = levels[number], {at[number] for at in places}
         if what == "step" and len(some) > 1 and some == {n for n in every if n >= min(some)}:
             since = min(some) if some != every else None
         elif some != every:
-            parts.append(
-                fact(
-                    "some",
-                    what=what,
-                    numbers=sorted(some),
-                    total=len(every),
-                    alone=alone and len(some) == 1,
-                )
-            )
+            lone, numbers = alone and len(some) == 1, sorted(some)
+            parts.append(fact("some", what=what, numbers=numbers, total=len(every), alone=lone))
     if not parts and since is None:
         return None
     return _SCOPE.with_values(parts=parts, since=since, alone=alone)
 
 
-def unit_evidence(unit: Unit) -> Fact:
+def unit_evidence(unit: JudgedUnit) -> Fact:
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
@@ -549,7 +524,7 @@ def unit_evidence(unit: Unit) -> Fact:
     )
 
 
-def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
+def _blame_evidence(unit: JudgedUnit, blame: Blame) -> Fact:
     """One of ``both_off``, ``typical_off``, ``forward_off``, ``token_off``, ``channel_off`` and
     ``gain_off``."""
     values: dict[str, Any] = {
@@ -572,9 +547,10 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     sample, step = (None, None) if blame.place is None else blame.place
     forward = {"step": at.step or None, "forward": at.phase}
     units = {"in_units": blame.in_units}
-    own = dict[str, float | None](dict.fromkeys(SIDES))
-    if unit.stats is not None and max(unit.stats.typical.values()) > CLEAR_TIMES * blame.value:
-        own |= {side: unit.stats.typical[side] for side in SIDES}
+    own: dict[Any, float | None] = dict.fromkeys(SIDES)
+    if unit.standing is not None:
+        typical = unit.standing.stats.typical
+        own |= typical if max(typical.values()) > CLEAR_TIMES * blame.value else {}
     more: dict[Why, dict[str, Any]] = {
         "both": own,
         "typical": {
@@ -596,7 +572,9 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Fact:
     return fact(f"{blame.why}_off", **values, **more[blame.why])
 
 
-def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -> list[Check]:
+def checks_of(
+    unit: JudgedUnit, units: Sequence[JudgedUnit], *, of_a_module: bool = False
+) -> list[Check]:
     """Equal inputs, and an error clearly over its limit: twice as large, or one that the truth
     blames a side for, where the others of its kind differ in nothing."""
     kin = [u for u in units if u.kind == unit.kind and u.pass_ == unit.pass_ and u is not unit]
@@ -605,7 +583,7 @@ def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -
     only_here = len(healthy) >= max(2, len(kin) / 2) and all(
         result.identical for other in healthy for result in other.results
     )
-    sided = unit.blame is not None and unit.blame.side != "both"
+    sided = unit.side not in (None, "both")
     clear = unit.margin > CLEAR_TIMES or (only_here and sided)
     checks = [
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass", of_a_module=of_a_module)),
@@ -613,10 +591,8 @@ def checks_of(unit: Unit, units: Sequence[Unit], *, of_a_module: bool = False) -
     ]
     if unit.in_tail:
         checks.append(check("apart", False, fact("in_tail")))
-    alone = unit.blame is not None and unit.blame.side != "both" and unit.blame.like is None
-    if alone and unit.judged is not None:
-        assert unit.blame is not None
-        finer = fact("other_may_be_finer", other=other_side(unit.blame.side))
-        odds = [each.odds[n] for each, n in (unit.judged, unit.in_units or unit.judged)]
-        checks.append(check("own", min(odds) > SURE_LOG_ODDS, finer))
+    among_siblings = unit.blame is not None and unit.blame.like is None
+    if sided and among_siblings and unit.standing is not None:
+        finer = fact("other_may_be_finer", other=other_side(unit.side))
+        checks.append(check("own", unit.standing.odds > SURE_LOG_ODDS, finer))
     return checks

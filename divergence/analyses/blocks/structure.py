@@ -40,7 +40,7 @@ from divergence.run.manifest import NUM_SUMS
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
-    from divergence.analyses.blocks.units import Unit
+    from divergence.analyses.blocks.units import JudgedUnit
     from divergence.comparison.analysis import Measured
     from divergence.comparison.judge import Floats
     from divergence.run.manifest import ParameterNote
@@ -83,7 +83,7 @@ Structure = Callable[[OnsetRows], tuple[float, Fact] | None]
 """(the share of the squared difference that it explains, what it is), where it may be asked."""
 
 
-def structures_at(measured: Measured, unit: Unit) -> list[Fact]:
+def structures_at(measured: Measured, unit: JudgedUnit) -> list[Fact]:
     """Return what is plain of the difference at a unit: of what it is made, and where it is."""
     whole = _difference(measured, unit)
     if whole is None:
@@ -275,12 +275,12 @@ PLACES: tuple[Structure, ...] = (_token_id, _token, _growing, _beginning)
 
 
 def layer_type_of(
-    measured: Measured, units: Sequence[Unit], flagged: Sequence[Unit]
+    measured: Measured, units: Sequence[JudgedUnit], flagged: Sequence[JudgedUnit]
 ) -> Fact | None:
     """Tells whether the blocks beyond their limit are those of one type of layer, or every second
     one."""
-    blocks = {unit.results[0].block for unit in units} - {None}
-    off = {unit.results[0].block for unit in flagged} - {None}
+    blocks = {unit.block for unit in units} - {None}
+    off = {unit.block for unit in flagged} - {None}
     numbers = {block: block.rpartition(".")[2] for block in blocks if block is not None}
     if not all(map(str.isdigit, numbers.values())) or not 2 <= len(off) <= len(blocks) - 2:
         return None
@@ -359,7 +359,7 @@ def _parameter_like(x: OnsetRows, vector: Floats) -> tuple[str | None, float | N
 # The tensors of the onset.
 
 
-def _difference(measured: Measured, unit: Unit) -> OnsetRows | None:
+def _difference(measured: Measured, unit: JudgedUnit) -> OnsetRows | None:
     """All rows of the unit's site in its pass; None where not both sides are at hand."""
     a, b = measured.reference, measured.candidate
     first, manifest = unit.results[0], a.manifest

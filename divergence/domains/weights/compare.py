@@ -20,7 +20,7 @@ from divergence._version import __version__
 from divergence.comparison.preflight import match_parameters, related
 from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
 from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
-from divergence.domains.weights.fused import FusedRows, find_layout
+from divergence.domains.weights.fused import IN_BLOCK, FusedRows, find_layout
 from divergence.domains.weights.naming import IN_GROUPS, renamed, split_experts, wanted_of
 from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
@@ -32,7 +32,6 @@ from divergence.run.reader import Run
 from divergence.run.site import starred
 from divergence.words import SIDES, Progress, silent
 
-_BLOCK = re.compile(r"^(.*\.\d+)\.")
 _TABLES = re.compile(
     r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias|(input|output|[qkv])_scale"
     r"|_extra_state)$"
@@ -103,7 +102,7 @@ def compare_weights(
         how = _stored_as(relation(*values), name, stored, (a, b), (program_a, program_b))
         if not how.same:
             digests[name] = row_digests(values[0][None])[0], row_digests(values[1][None])[0]
-        if how.name in ("unrelated", "near") and not _BLOCK.match(name):
+        if how.name in ("unrelated", "near") and not IN_BLOCK.match(name):
             how = _copied(a, b, name, other) or how
         if how.name != "equal" and None not in adapters:
             how = product_relation(*values) or how
@@ -259,7 +258,7 @@ def _left_over(
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         tensors = sides[side].tensors
         for name in alone[side]:
-            key = None if _BLOCK.match(name) else _copy_of(tensors, name)
+            key = None if IN_BLOCK.match(name) else _copy_of(tensors, name)
             kind = next((kind for end, kind in _PACKED if name.endswith(end)), None)
             if key is not None:
                 how = fact("weights.tied", side=side, other=other, key=key)

@@ -17,7 +17,7 @@ import torch
 
 from divergence.domains.weights.checkpoint import Stored
 
-_BLOCK = re.compile(r"^(.*\.\d+)\.")
+IN_BLOCK = re.compile(r"^(.*\.\d+)\.")
 _ROWS = 32
 """Of each part, held against the whole."""
 _ALIKE, _ENOUGH = 0.8, 0.1
@@ -59,7 +59,7 @@ def find_layout(
 ) -> FusedRows | None:
     """The way in which ``name`` holds tensors of the other side, of the same block and kind; None
     where it holds none. ``layouts``: of matrices, which their biases follow."""
-    shape, block = tensors[name].shape, _BLOCK.match(name)
+    shape, block = tensors[name].shape, IN_BLOCK.match(name)
     module, _, kind = name.rpartition(".")
     if block is None or not shape:
         return None
@@ -68,7 +68,7 @@ def find_layout(
         other
         for other in alone
         if other.rpartition(".")[2] == kind
-        and (there := _BLOCK.match(other)) is not None
+        and (there := IN_BLOCK.match(other)) is not None
         and re.findall(r"\d+", there[1]) == numbers
         and len(others[other].shape) == len(shape)
     ]

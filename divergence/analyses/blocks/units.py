@@ -1119,23 +1119,25 @@ class FamilyMember:
 
 
 def _difference_of(unit: Unit, thresholds: Thresholds) -> TruthStats:
-    """Makes a table's rows of the two sides' difference in each forward of each prompt. The floor
-    is a model: no chance is in it, and the error that is held against it is of so many numbers."""
-    ratios = np.array([look.typical for look in unit.looks])
-    numbers = np.array([numbers_alike(look.result) * look.share for look in unit.looks])
+    """Makes a table's rows of the two sides' difference in each forward of each prompt, in the
+    order of their keys. The floor is a model: no chance is in it, and the error that is held
+    against it is of so many numbers."""
+    looks = sorted(unit.looks, key=lambda look: look.place)
+    ratios = np.array([look.typical for look in looks])
+    numbers = np.array([numbers_alike(look.result) * look.share for look in looks])
     cancel = [
         CANCELLING_TIMES if look.result.role == "inner" and look.num_rows < FEW_ROWS else 1.0
-        for look in unit.looks
+        for look in looks
     ]
     index = np.arange(len(ratios))
     return TruthStats(
         typical={"reference": unit.typical, "candidate": unit.typical},
         first=unit.results[0],
-        forwards={look.place: ForwardStats(look.result, 0) for look in unit.looks},
+        forwards={look.place: ForwardStats(look.result, 0) for look in looks},
         rows=RowErrors(
-            key=np.array([(look.sample << 32) + look.result.step for look in unit.looks]),
+            key=np.array([(look.sample << 32) + look.result.step for look in looks]),
             place=index,
-            places=[look.place for look in unit.looks],
+            places=[look.place for look in looks],
             energy=np.stack([np.ones_like(ratios), np.square(np.minimum(ratios, ALLOWED[1]))]),
             numbers=np.stack([np.full_like(numbers, 1e12), numbers]),
             sink=np.zeros(len(ratios), bool),

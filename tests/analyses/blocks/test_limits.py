@@ -302,6 +302,29 @@ def test_prompts_of_one_batch_are_judged_apart(judged):
     assert "in prompt 6 alone (of 8)" in verdict.summary
 
 
+def test_decode_steps_of_one_batch_are_judged_apart(judged):
+    """A prompt that is hard in every block is held against itself there, not against another one;
+    the same error of an easy prompt, in one block, is its fault."""
+
+    def decoded(off: tuple[int, int] | None):
+        sites = []
+        for block, step in ((block, step) for step in range(7) for block in range(6)):
+            rows = 1 if step else 16
+            ratios = [0.5, 4.0 if (block, step) == off else 0.5, 5.0 if step else 0.5]
+            prompts = [
+                PromptRatio(sample=number, ratio=ratio, num_rows=rows, ratio_max=ratio)
+                for number, ratio in enumerate(ratios)
+            ]
+            changes = {"prompts": prompts, "shape": (3, rows, 64), "ratio_max": max(ratios)}
+            sites.append(measured(f"h.{block}:out", 0.5, order=block, step=step, **changes))
+        return sites
+
+    assert judged(decoded(None)).verdict.kind == "within_floor"
+    verdict = judged(decoded((2, 3))).verdict
+    assert verdict.onset.site == "h.2:out"
+    assert "in prompt 1" in verdict.summary and "step 3" in verdict.summary
+
+
 def test_one_step_of_routed_blocks_is_no_fault(flagged):
     """There rounding may send the only token to another expert."""
     sites = drawn(STEPS, rows=1)

@@ -11,6 +11,7 @@ from benchmarks._recorded import without_truth
 from divergence import capture, compare
 from divergence.comparison.result import Visible
 from divergence.report.summary import unseen
+from tests.by_hand import measured
 
 BLOCK = "model.layers.2"
 PROMPTS = [[(13 * n + 7 * k) % 300 + 3 for k in range(count)] for n, count in enumerate((12, 20))]
@@ -84,3 +85,16 @@ def test_each_level_is_said_where_nothing_is_found(pair):
     assert all(f"{what} " in text for what in ("step", "token", "channel"))
     with without_truth():
         assert compare(a, b).visible.channel is None
+
+
+def test_a_token_is_seen_as_well_among_many_prompts(judged):
+    """The limit of a single token does not depend on how many forwards are looked at."""
+    seen = []
+    for num_prompts in (2, 8):
+        sites = [
+            measured(f"h.{block}:out", 0.8, sample=sample, order=block, floor=1e-6, features=8)
+            for sample in range(num_prompts)
+            for block in range(6)
+        ]
+        seen.append(judged(sites).visible.token)
+    assert seen[0] == seen[1]

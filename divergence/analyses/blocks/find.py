@@ -577,10 +577,7 @@ def _where(site: SiteResult, **values: Any) -> Fact:
 
 
 def within_rounding(
-    measured: Measured,
-    judged: Judgement,
-    standouts: list[StandOut],
-    only_rounds: dict[int, int],
+    measured: Measured, judged: Judgement, standouts: list[StandOut], only_rounds: dict[int, int]
 ) -> Finding:
     """The finding that only rounding differs. ``only_rounds``: see Finding."""
     units, escalation, advice = judged.units, judged.escalation, measured.advice
@@ -762,10 +759,7 @@ class StandOut:
 
 
 def find_standouts(
-    units: Sequence[JudgedUnit],
-    thresholds: Thresholds,
-    *,
-    two_dtypes: bool = False,
+    units: Sequence[JudgedUnit], thresholds: Thresholds, *, two_dtypes: bool = False
 ) -> list[StandOut]:
     """Finds those that stand out, in execution order, one a block. ``two_dtypes``: one side's
     arithmetic is coarser by its dtype, and that is no news."""

@@ -140,13 +140,7 @@ def made_at(
             scope = (scope or _SCOPE).with_values(**tokens)
             cause = cause if "onward" in tokens else fact("cause_special")
         headline = [
-            fact(
-                "every_differs",
-                off=off,
-                site=first.first.site,
-                scope=scope,
-                cause=cause,
-            ),
+            fact("every_differs", off=off, site=first.first.site, scope=scope, cause=cause),
             *_elsewhere(
                 [u for u in flagged if {u.side, first.side} == set(SIDES)] + earlier, first, units
             ),

@@ -1299,20 +1299,14 @@ def _truth_judged(
     why, too_few = None if blame is None else blame.why, False
     if blame is None and unit.why is not None:  # no truth, or one that tells too little: no side
         why, unsure = _beyond_unheld(unit, member)
-        for n, look in enumerate(looks):
-            if look.place in unsure:
-                looks[n] = replace(look, usage=max(look.usage, look.between))
-        far_tokens = set() if why else _far_tokens(unit, member, thresholds)
-        for n, look in enumerate(looks):
-            if look.place in far_tokens:
-                why, too_few = "token", True
-                looks[n] = replace(look, of_token=look.worst / unit.worst_limit)
+        looks = _raised(looks, unsure)
+        if why is None and (far_tokens := _far_tokens(unit, member, thresholds)):
+            why, too_few = "token", True
+            looks = _raised(looks, far_tokens, "of_token")
         limit_usage = limit_usage if why is None else max(limit_usage, unit.between)
     elif blame is not None and blame.why == "gain" and blame.place is not None:
         why = "forward"
-        for n, look in enumerate(looks):
-            if look.place == blame.place:
-                looks[n] = replace(look, usage=max(look.usage, blame.limit_usage))
+        looks = _raised(looks, {blame.place: blame.limit_usage})
     if why is None:
         looks = [
             replace(look, usage=min(look.usage, 1.0), of_token=min(look.of_token, 1.0))
@@ -1333,11 +1327,21 @@ def _truth_judged(
     )
 
 
-def _beyond_unheld(unit: JudgedUnit, member: FamilyMember) -> tuple[Why | None, set[PromptStep]]:
-    """Tells by which limit of the difference, and where, a unit is beyond rounding in forwards that
-    excuse nothing: the truth does not hold them, or one side's error is not measured there, and may
-    be far smaller than the other's. Single tokens may be as hard there as those that the truth
-    holds."""
+def _raised(
+    looks: Sequence[JudgedLook], used: Mapping[PromptStep, float], what: str = "usage"
+) -> list[JudgedLook]:
+    """Raises what looks use of their limits to the shares that are ``used``."""
+    shares = [max(getattr(look, what), used.get(look.place, 0.0)) for look in looks]
+    return [replace(look, **{what: n}) for look, n in zip(looks, shares, strict=True)]
+
+
+def _beyond_unheld(
+    unit: JudgedUnit, member: FamilyMember
+) -> tuple[Why | None, dict[PromptStep, float]]:
+    """Tells by which limit of the difference a unit is beyond rounding in forwards that excuse
+    nothing, and what these use: the truth does not hold them, or one side's error is not measured
+    there, and may be far smaller than the other's. Single tokens may be as hard there as those that
+    the truth holds."""
     forwards, hard = member.stats.forwards, CLEAR_TIMES * member.stats.hardest
     typical, token = (
         [
@@ -1348,9 +1352,9 @@ def _beyond_unheld(unit: JudgedUnit, member: FamilyMember) -> tuple[Why | None, 
         for number in range(2)
     )
     if typical and statistics.median(look.typical for look in typical) > unit.limit:
-        return "typical", set()
+        return "typical", {}
     unsure = {
-        look.place
+        look.place: look.between
         for look in typical
         if look.usage > 1 and (look.num_rows >= FEW_ROWS or look.typical > hard)
     }
@@ -1359,19 +1363,22 @@ def _beyond_unheld(unit: JudgedUnit, member: FamilyMember) -> tuple[Why | None, 
     return "forward" if unsure else "token" if far else None, unsure
 
 
-def _far_tokens(unit: JudgedUnit, member: FamilyMember, thresholds: Thresholds) -> set[PromptStep]:
-    """Finds the forwards with a token beyond its limit, where one side is farther from the truth
-    than any healthy kernel. Its error is made of too few numbers to convict a side, as beside a
-    massive activation, and yet is no equally good answer."""
+def _far_tokens(
+    unit: JudgedUnit, member: FamilyMember, thresholds: Thresholds
+) -> dict[PromptStep, float]:
+    """Finds what the forwards use of a token's limit that have one beyond it, where one side is
+    farther from the truth than any healthy kernel. Its error is made of too few numbers to convict
+    a side, as beside a massive activation, and yet is no equally good answer."""
     family, rows = member.family, member.stats.rows
     if family.rows is None or rows is None:
-        return set()
+        return {}
     # one that no others lead up to, as where attention is sharp
     limit = max(unit.worst_limit, thresholds.typical, CLEAR_TIMES * unit.tail)
     own = np.sqrt(rows.only(family.errors.key).energy.max(axis=0))
     far = np.abs(family.rows.x[member.number]) > math.log(thresholds.truth_systematic)
     places = {family.places[n] for n in family.errors.place[far & (own > limit / 2)]}
-    return {look.place for look in unit.looks if look.place in places and look.worst > limit}
+    far_looks = [look for look in unit.looks if look.place in places and look.worst > limit]
+    return {look.place: look.worst / unit.worst_limit for look in far_looks}
 
 
 # The family question: what all of a kind share, no comparison among them would show.
@@ -1388,17 +1395,15 @@ def _kind_judged(family: list[JudgedUnit], thresholds: Thresholds) -> list[Judge
         value = math.exp(min(unit.farther(side), 700.0))
         if value > max(limit / thresholds.truth_confirm, math.sqrt(limit)):  # and not its kin alone
             # beside its siblings, which are as wrong, a look shows nothing
-            xs = (min(unit.farther(side, look.place), 700.0) for look in unit.looks)
+            at = {look.place: unit.farther(side, look.place) for look in unit.looks}
+            used = {place: math.exp(min(x, 700.0)) / limit for place, x in at.items()}
             unit = replace(
                 unit,
                 blame=Blame(side, "typical", value, 1.0, limit, unit.results[0], "all"),
                 why="typical",
                 too_few=False,
                 limit_usage=max(unit.limit_usage, value / limit),
-                looks=[
-                    replace(look, usage=max(look.usage, math.exp(x) / limit))
-                    for look, x in zip(unit.looks, xs, strict=True)
-                ],
+                looks=_raised(unit.looks, used),
             )
         judged.append(unit)
     return judged
@@ -1447,12 +1452,10 @@ def _columns_judged(
                     continue
                 value, channel = math.exp(min(excesses[n], 700.0)), None if place else column
                 blame = Blame(side, why, value, 1.0, limit, at, "all", place, channel=channel)
-                used, looks = max(blame.limit_usage, 1.0 + 1e-9), list(unit.looks)
-                name = "of_token" if why == "token" else "usage"
-                for k, look in enumerate(looks):
-                    if look.place == place:
-                        looks[k] = replace(look, **{name: max(getattr(look, name), used)})
-                judged[n] = unit = replace(unit, looks=looks)
+                used = max(blame.limit_usage, 1.0 + 1e-9)
+                what = "of_token" if why == "token" else "usage"
+                at_place = {} if place is None else {place: used}
+                judged[n] = unit = replace(unit, looks=_raised(unit.looks, at_place, what))
                 if unit.why is None or unit.too_few:
                     most = max(unit.limit_usage, used)
                     judged[n] = replace(unit, blame=blame, why=why, too_few=False, limit_usage=most)

@@ -182,7 +182,7 @@ def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
 
 
 def find(measured: Measured) -> AnalysisResult:
-    """Return what the blocks show, and all sites with the limits that they were held against."""
+    """Finds what the blocks show, and all sites with the limits that they were held against."""
     # exact: nan and inf leave no error to be measured
     bad = find_nonfinite(measured)
     if bad is not None or not measured.sites:
@@ -376,7 +376,7 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
 
 
 def _weights_evidence(measured: Measured) -> list[Fact]:
-    """Return how the weights belong together, where they are not simply equal."""
+    """Tells how the weights belong together, where they are not simply equal."""
     return [
         fact("blocks.weights", relation=line.details or line.detail)
         for line in measured.preflight
@@ -431,7 +431,7 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
 
 
 def unmeasured_evidence(sites: Sequence[SiteResult]) -> list[Fact]:
-    """Return what differs and was not measured, and the most that its statistics tell."""
+    """Tells what differs and was not measured, and the most that its statistics tell."""
     unmeasured = [site for site in sites if site.is_unmeasured]
     if not unmeasured:
         return []
@@ -537,7 +537,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
 def _against_floors(
     site: SiteResult, allowed: float | None, thresholds: Thresholds
 ) -> Drift | None:
-    """Add what the blocks make as squares, as rounding does; ``drift`` leaves room for what they
+    """Adds what the blocks make as squares, as rounding does; ``drift`` leaves room for what they
     make of each other's."""
     if allowed is None or site.token_rel_l2_median is None:
         return None

@@ -79,7 +79,7 @@ class SiteRow(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Say what uses that share: both sides' errors against a truth, or their difference."""
+        """What uses that share: both sides' errors against a truth, or their difference."""
         sites = self.forwards if self.together and self.forwards else [self.worst]
         truths = [site.truth for site in sites if site.truth is not None]
         each: list[tuple[float, ...]]
@@ -270,7 +270,7 @@ def _grouped(
 
 
 def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | Elision]:
-    """Leave about ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
+    """Leaves some ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
     if len(rows) <= max_rows:
         return list(rows)
     marked = [i for i, row in enumerate(rows) if row.onset or row.flagged or row.inner]
@@ -654,7 +654,7 @@ def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | No
 
 
 def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
-    """Return what the columns hold, by their titles."""
+    """Lists what the columns hold, by their titles."""
     columns = [column for table in tables for _, column in table.on(face).shown]
     return list({column.title: column.meaning for column in columns if column.meaning}.items())
 

@@ -84,7 +84,7 @@ Structure = Callable[[OnsetRows], tuple[float, Fact] | None]
 
 
 def structures_at(measured: Measured, unit: JudgedUnit) -> list[Fact]:
-    """Return what is plain of the difference at a unit: of what it is made, and where it is."""
+    """Tells what is plain of the difference at a unit: of what it is made, and where it is."""
     whole = _difference(measured, unit)
     if whole is None:
         return []

@@ -401,10 +401,8 @@ class Standing:
     """How a unit stands to the truth beside its kind."""
 
     stats: TruthStats
-    x: float
-    """log W of the median rows; 0 where it is not known."""
-    forwards: Mapping[PromptStep, float]
-    """The same of each forward."""
+    x: Mapping[PromptStep | None, float]
+    """log W of the median rows, of each forward and at None of all; 0 where it is not known."""
     usual: float
     """The same of its kind, by the members' medians."""
     usual_reach: float
@@ -479,9 +477,7 @@ class JudgedUnit(Unit):
     def farther(self, side: SideOrBoth | None, place: PromptStep | None = None) -> float:
         """log W of the median rows, in one forward or in all, of a side (the reference's, or else
         the candidate's) over the other; 0 where no truth tells it."""
-        if self.standing is None:
-            return 0.0
-        x = self.standing.x if place is None else self.standing.forwards.get(place, 0.0)
+        x = 0.0 if self.standing is None else self.standing.x.get(place, 0.0)
         return -x if side == "reference" else x
 
     @property
@@ -677,10 +673,8 @@ class JudgedFamily:
     routed: bool
     """May one token go to another expert by rounding?"""
     sites: JudgedTable
-    typical: Sequence[float]
-    """Of each member the median row's x."""
-    typical_at: Sequence[Mapping[PromptStep, float]]
-    """The same of each forward."""
+    typical: Sequence[Mapping[PromptStep | None, float]]
+    """Of each member the median row's x, of each forward; at None of all."""
     usual: float
     """The members' median log W, of the median errors of both sides; 0 of one that is not known."""
     usual_reach: float
@@ -800,8 +794,10 @@ def judged_family(
         least=family_least,
         routed=routed,
         sites=sites,
-        typical=typical[:, 0].tolist(),
-        typical_at=[_typical_at(each, family_least) for each in rows_of],
+        typical=[
+            {None: x} | _typical_at(each, family_least)
+            for x, each in zip(typical[:, 0].tolist(), rows_of, strict=True)
+        ],
         usual=float(np.median(log_w)),
         usual_reach=reach_of_median(of_typical),
         places=places,
@@ -851,7 +847,7 @@ def _odds_of_own(
 
 
 def _excused(x: Floats, usual: Floats) -> Floats:
-    """Return what excuses a side whose error is the larger: that it is so elsewhere."""
+    """Tells what excuses a side whose error is the larger: that it is so elsewhere."""
     return np.where(x > 0, np.maximum(usual, 0.0), np.minimum(usual, 0.0))
 
 
@@ -926,9 +922,7 @@ class FamilyMember:
 
     def x(self, place: PromptStep | None = None) -> float:
         """log W of the median rows, in one forward or in all; 0 where it is not known."""
-        x = self.family.typical[self.number]
-        if place is not None:
-            x = self.family.typical_at[self.number].get(place, 0.0)
+        x = self.family.typical[self.number].get(place, 0.0)
         return 0.0 if math.isnan(x) else x
 
     def blame(
@@ -1016,7 +1010,7 @@ class FamilyMember:
         control = float(family.sites.control[self.number, 0])
         whole, median = (
             abs(x - control)
-            for x in (float(family.sites.x[self.number, 0]), family.typical[self.number])
+            for x in (float(family.sites.x[self.number, 0]), family.typical[self.number][None])
         )
         narrower = median < whole / 2 and beyond & {"forward", "token", "channel"}
         slight = typical.value / typical.control < thresholds.truth_systematic and "gain" in beyond
@@ -1103,8 +1097,7 @@ class FamilyMember:
         members = [self] if again is None else [self, again]
         return Standing(
             stats=self.stats,
-            x=self.x(),
-            forwards={place: self.x(place) for place in self.family.typical_at[self.number]},
+            x={place: self.x(place) for place in self.family.typical[self.number]},
             usual=self.family.usual,
             usual_reach=self.family.usual_reach,
             odds=min(each.family.odds[each.number] for each in members),
@@ -1257,8 +1250,6 @@ def _truth_judged(
     unit: JudgedUnit, member: FamilyMember, again: FamilyMember | None, thresholds: Thresholds
 ) -> JudgedUnit:
     """Holds one unit against the truth. ``again``: the same in each channel's own unit."""
-    # forwards in which the sides differ by more than rounding, and one is farther from the truth
-    # than any healthy kernel, however its siblings fare: they may have the same fault there
     forwards, answers = member.stats.forwards, list[Blame]()
     shown, tokens = dict[PromptStep, Blame](), dict.fromkeys(forwards, 0.0)
     for each in (member,) if again is None else (member, again):
@@ -1273,6 +1264,8 @@ def _truth_judged(
     looks = []
     for look in unit.looks:
         usage = shown[look.place].limit_usage if look.place in shown else None
+        # the sides differ by more than rounding, and one is farther from the truth than any healthy
+        # kernel, however its siblings fare: they may have the same fault there
         if look.usage > 1 and look.place in forwards:
             forward, x = forwards[look.place], member.x(look.place)
             width = spread(forward.num_values, num_looks=len(unit.looks)) * unit.widened
@@ -1492,7 +1485,7 @@ def visible_of(units: Sequence[JudgedUnit]) -> Visible | None:
 
 
 def narrowed(sizes: dict[Level, float]) -> dict[Level, float]:
-    """Narrow what is seen in one row to where it is so in all of a forward, or of a block."""
+    """Narrows what is seen in one row to where it is so in all of a forward, or of a block."""
     least, made = math.inf, dict(sizes)
     for level in reversed(_NARROWER):
         if level in sizes:
@@ -1533,7 +1526,7 @@ class Escalation:
 
     @property
     def side(self) -> SideOrBoth | None:
-        """Say which run is wrong, as far as the escalated passes tell: of steps that no truth
+        """Which run is wrong, as far as the escalated passes tell: of steps that no truth
         reaches the side is that of the same site elsewhere."""
         judged = {unit.site for unit in self.flagged if (unit.of or unit.side) is not None}
         if any(unit.site not in judged for unit in self.flagged):
@@ -1541,7 +1534,7 @@ class Escalation:
         return common_side(unit.of or unit.side for unit in self.flagged)
 
     def beside(self, unit: JudgedUnit) -> list[Fact]:
-        """Return what the float32 pass says of a unit that is flagged in the runs' own dtype."""
+        """Tells what the float32 pass says of a unit that is flagged in the runs' own dtype."""
         block, site = unit.block, unit.site
         at_site = [u for u in self.units if u.site == site or (block and u.site == f"{block}:out")]
         at_site = [u for u in at_site if (u.of or u.side) in (None, unit.side) or unit.side is None]
@@ -1767,7 +1760,7 @@ def _name(
 def next_commands(
     measured: Measured, unit: JudgedUnit | None, escalation: Escalation
 ) -> list[Command]:
-    """Return what to run next. ``unit``: the one that the verdict is about, if it is about one."""
+    """Lists what to run next. ``unit``: the one that the verdict is about, if it is about one."""
     advice = measured.advice
     if not measured.anchored:
         more = advice.certainty(_outside_blocks(measured.sites))

@@ -139,12 +139,12 @@ def find_nonfinite(measured: Measured) -> Finding | None:
                 "blocks.nonfinite_counts",
                 site=first.site,
                 num_elements=first.numel,
-                num_apart=_num_apart(first),
                 **{
                     f"{each}_{what}": getattr(counts, f"{each}_{what}")
                     for each in SIDES
                     for what in ("nan", "inf", "neginf")
                 },
+                num_apart=_num_apart(first),
             )
         ],
         commands=[

@@ -167,7 +167,7 @@ HOOKS = {
     "plan": "--dry-run(loaded, request, options, shapes, forward_bytes=...): what the domain adds "
     "to the answer, under its own name; None where that is nothing",
     "plan_sections": "--dry-run(data): the sections that show what ``plan`` added",
-    "other_weights": "compare(a, b): the commands that tell how other weights are related",
+    "other_weights": "compare(a, b): facts that tell how other weights are related, and commands",
     "other_codes": "compare(), of runs with other codes: facts that say what tells their cost",
     "operators": "replay and repro: no function but a mapping of full names, which begin with the "
     "domain's own, to what has ``run`` and ``truth``, both plain functions",

@@ -48,7 +48,13 @@ from divergence.comparison.measure.pairs import (
     measuring_on,
 )
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.preflight import GIVEN, MEDIA, preflight, prompt_headline
+from divergence.comparison.preflight import (
+    GIVEN,
+    MEDIA,
+    preflight,
+    prompt_headline,
+    without_guesses,
+)
 from divergence.comparison.result import (
     Coverage,
     Finding,
@@ -391,7 +397,13 @@ def _incomparable(
     if suites[0] != suites[1]:  # nothing of one is in the other, and no capture makes it so
         apart = [fact("preflight.model_and_suite", a_is_suite=suites[0])]
     headline = [*apart[:1], *(fact("preflight.and", what=what) for what in apart[1:])]
-    relating = hook_places("other_weights").values() if "weights" in others else ()
+    places = hook_places("other_weights").values() if "weights" in others else ()
+    related = [placed(place)(a, b) for place in places]
+    if known := [item for facts, _ in related for item in facts]:
+        lines, blocking = (
+            [without_guesses(line, known) if line.check == "weights" else line for line in some]
+            for some in (lines, blocking)
+        )
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
@@ -410,7 +422,7 @@ def _incomparable(
         commands=[]
         if suites[0] != suites[1]
         else [
-            *(item for place in relating for item in placed(place)(a, b)),
+            *(item for _, commands in related for item in commands),
             *advise(a, b).made_alike(other_model=bool(others) or unknown),
         ],
     )

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from divergence.comparison.align import NameMap, find_prefix
@@ -19,6 +20,7 @@ from divergence.comparison.constants import (
 )
 from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.facts import Fact, fact, in_one, sentence
+from divergence.numerics.drawn import signs
 from divergence.numerics.formats import format_named
 from divergence.run.contents import labels_text
 from divergence.run.manifest import (
@@ -885,8 +887,8 @@ def weights_line(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLi
     if status == "blocking" and any(map(tells_in_part, (a, b))):
         status, details = as_far_as_told(model_a, model_b, matching)
     if status == "blocking" or (status == "differs" and model_a.dtype != model_b.dtype):
-        guess = relations is None or not relations.facts
-        details = [*details, *weight_causes(model_a, model_b, guess=guess)]
+        # what sums know, and is not near, no training made
+        details = [*details, *weight_causes(model_a, model_b, guess=relations is None)]
     return _same("weights", shown[0], shown[1], *details, status=status)
 
 
@@ -1014,6 +1016,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
         if a.digests[name] == b.digests[other]:
             continue
         how, same, near = _initialised(name, other, a, b), False, None
+        how = how or moved(name, other, a, b, pairs)
         if how is None:
             own, there = notes = a.parameters.get(name), b.parameters.get(other)
             if own is not None and there is not None:
@@ -1029,7 +1032,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
         apart += [] if near is None else [near]
     relations = []
     for how, (names, apart) in kinds.items():
-        ends = [f"{100 * near:.2g}%" for near in (min(apart), max(apart))] if apart else []
+        ends = [f"{float(f'{100 * n:.2g}'):g}%" for n in (min(apart), max(apart))] if apart else []
         kind, shown = list(dict.fromkeys(map(starred, names))), list(dict.fromkeys(ends)) or None
         if how or apart:
             relations.append(fact("preflight.relation", names=kind, how=how, apart=shown))
@@ -1040,6 +1043,20 @@ def _initialised(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> F
     for side, model, path in (("reference", a, name), ("candidate", b, other)):
         if path in model.missing:
             return fact("preflight.initialised", side=side)
+    return None
+
+
+def moved(
+    name: str, other: str, a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]
+) -> Fact | None:
+    """Say which other parameter of A stands there on B, where it is no longer in its own place."""
+    note = b.parameters.get(other)
+    if note is None or len(note.shape) < 2 or note.norm == 0:
+        return None  # vectors as norms begin with are equal by themselves
+    for key, digest in a.digests.items():
+        stays = key in pairs and b.digests[pairs[key]] == digest
+        if digest == b.digests[other] and key != name and not stays:
+            return fact("preflight.moved", key=key)
     return None
 
 
@@ -1077,27 +1094,35 @@ def _relation(
                 narrower = manifest.dtype == form != other_manifest.dtype
                 how = fact("preflight.rounded_to", side=side, other=other, form=form)
                 return how, narrower, None
-    if not (0 < a.norm < math.inf and 0 < b.norm < math.inf):
-        zeros = [side for side, note in (("reference", a), ("candidate", b)) if note.norm == 0]
-        return fact("preflight.all_zeros", side=zeros[0]) if zeros else None, False, None
-    apart = [x - y for x, y in zip(b.sums, a.sums, strict=True)]
-    near = _size(apart) / a.norm
+    for side, note in (("reference", a), ("candidate", b)):
+        if note.nonfinite and a.nonfinite != b.nonfinite:
+            return fact("preflight.nonfinite", side=side, num=note.nonfinite), False, None
+        if not 0 < note.norm < math.inf:
+            return fact("preflight.all_zeros", side=side) if note.norm == 0 else None, False, None
+    x, y = np.array(a.sums), np.array(b.sums)
+    near = _size(y - x) / a.norm
     if {a.dtype, b.dtype} == {"bfloat16", "float16"} and near < SHORT_FORMATS["bfloat16"]:
         return fact("preflight.dtypes_apart", **dtypes), True, None
-    by_column, by_row, _ = (
-        _size(apart[start : start + NUM_SUMS]) / a.norm for start in range(0, len(apart), NUM_SUMS)
-    )
+    by_column, by_row, _ = (_size(part) / a.norm for part in (y - x).reshape(3, NUM_SUMS))
     alike = abs(b.norm / a.norm - 1) < EQUAL_SUMS_DISTANCE
+    turned = _size(y.reshape(3, NUM_SUMS) - x.reshape(3, NUM_SUMS)[[1, 0, 2]]) / a.norm
     for code, equal, moved in (
         ("rows_moved", by_column, by_row),
         ("columns_moved", by_row, by_column),
+        ("turned", turned, near * (len(a.shape) == 2)),
     ):
         if alike and equal < EQUAL_SUMS_DISTANCE and moved > MOVED_SUMS_DISTANCE:
             return fact(f"preflight.{code}"), False, None
-    factor = math.copysign(b.norm / a.norm, sum(x * y for x, y in zip(a.sums, b.sums, strict=True)))
-    rest = [y - factor * x for x, y in zip(a.sums, b.sums, strict=True)]
-    if _size(rest) / b.norm < min(EQUAL_SUMS_DISTANCE, near / 10):
-        return fact("preflight.scaled", factor=factor), False, None
+    factor = math.copysign(b.norm / a.norm, x @ y)
+    ones = _sums_of_ones(a.shape)
+    constant = float((y - x) @ ones / (ones @ ones or 1.0))
+    rounding = max(EQUAL_SUMS_DISTANCE, SHORT_FORMATS.get(b.dtype, 0))
+    for how, fitted, most in (
+        (fact("preflight.scaled", factor=factor), factor * x, EQUAL_SUMS_DISTANCE),
+        (fact("preflight.shifted", constant=constant), x + constant * ones, rounding),
+    ):
+        if _size(y - fitted) / b.norm < min(most, near / 10):
+            return how, False, None
     steps = [
         fact("preflight.one_step", side=side)
         for side, note in (("reference", a), ("candidate", b))
@@ -1113,8 +1138,18 @@ def _relation(
     return None, False, None
 
 
-def _size(sums: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(x * x for x in sums) / len(sums))
+def _size(sums: np.ndarray) -> float:
+    return float(np.sqrt(np.square(sums).mean()))
+
+
+def _sums_of_ones(shape: Sequence[int]) -> np.ndarray:
+    """What a parameter of ones has as its sums."""
+    num_columns = shape[-1] if len(shape) > 1 else 1
+    num_rows = math.prod(shape) // max(1, num_columns)
+    columns, rows = (signs(n, 2 * NUM_SUMS).sum(0, dtype=float) for n in (num_columns, num_rows))
+    own, both = slice(NUM_SUMS), slice(NUM_SUMS, None)
+    parts = num_rows * columns[own], num_columns * rows[own], rows[both] * columns[both]
+    return np.concatenate(parts)
 
 
 # Two models, from what their manifests say: parameters by name, blocks by place, configurations.
@@ -1468,6 +1503,16 @@ def _derived_difference(a: DerivedNote, b: DerivedNote) -> Fact | None:
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _CONTEXT = 24
+
+
+_GUESSES = ("preflight.relations", "preflight.one_layer", "preflight.one_kind")
+
+
+def without_guesses(line: PreflightLine, known: list[Fact]) -> PreflightLine:
+    """The line of the weights with what their values tell, in the place of what sums do."""
+    facts = [part for item in line.details for part in item["facts"] or [item]]
+    kept = [part for part in facts if part.code not in _GUESSES]
+    return msgspec.structs.replace(line, details=in_one([*known, *kept]))
 
 
 def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:

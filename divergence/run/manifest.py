@@ -458,11 +458,14 @@ class ParameterNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rounded: dict[ValuesForm, str] = {}
     """By narrower format: xxh3-128 of the values rounded to it."""
     norm: float
+    """Of its finite numbers, as the sums."""
     sums: Annotated[list[float], msgspec.Meta(min_length=3 * NUM_SUMS, max_length=3 * NUM_SUMS)]
     """Sums with signs that are the same on every machine: four by column, four by row, four by
     both. Those by column are the same for any order of rows, and the other way round."""
     levels: Count | None = None
     """Its first numbers are whole multiples of one step, up to so many: it was quantised."""
+    nonfinite: Count = 0
+    """How many of its numbers are inf or nan."""
     strides: list[Count] | None = None
     """By axis: how far apart in memory, in numbers, one element and the next lie. None where it is
     contiguous."""

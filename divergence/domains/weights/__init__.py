@@ -19,6 +19,6 @@ DOMAIN = Domain(
     sentences={"weights": "divergence.domains.weights.sentences"},
     hooks={
         "adapter": "divergence.domains.weights.adapter:open_adapter",
-        "other_weights": "divergence.domains.weights.offer:commands_for",
+        "other_weights": "divergence.domains.weights.offer:other_weights",
     },
 )

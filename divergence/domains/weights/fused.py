@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from divergence.domains.weights.checkpoint import Stored
+from divergence.domains.weights.relations import ENOUGH, alike
 
 IN_BLOCK = re.compile(r"^(.*\.\d+)\.")
 _ROWS = 32
 """Of each part, held against the whole."""
-_ALIKE, _ENOUGH = 0.8, 0.1
-"""Cosine of rows that belong together, and the share of them that tells the way."""
-_SAME_SIZE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def find_layout(
             return FusedRows(
                 names, earlier.rows, earlier.num_groups, earlier.flipped, earlier.parts_flipped
             )
-    best, layout = _ENOUGH, None
+    best, layout = ENOUGH, None
     rows: dict[tuple[str, bool], torch.Tensor] = {}
     whole = tensors[name].read().float()
     for tried in _layouts(shape, near, others):
@@ -91,20 +89,13 @@ def find_layout(
                 value = others[part].read().float()
                 rows[key] = value.T if tried.parts_flipped else value
             some = torch.linspace(0, len(places) - 1, min(_ROWS, len(places))).long()
-            scores.append(_alike(rows[key][some], own[places[some]]))
+            scores.append(alike(rows[key][some], own[places[some]]))
         score = float(torch.cat(scores).float().mean())
         if score > best + 1e-6:
             best, layout = score, tried
     if layout is not None:
         layouts[module] = layout
     return layout
-
-
-def _alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if x.ndim == 1:  # of one number a row
-        return (x - y).abs() <= _SAME_SIZE * y.abs()
-    x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
-    return torch.nn.functional.cosine_similarity(x, y, dim=1) > _ALIKE
 
 
 def _layouts(

@@ -14,10 +14,13 @@ SENTENCES: Mapping[str, str] = {
         "[[, {lost:,} of them too small for it: 0 there]]"
     ),
     "transposed": "transposed, {reference:lengths} / {candidate:lengths}[[, and {rest}]]",
-    "reshaped": "the same numbers in another shape, {reference:lengths} / {candidate:lengths}",
+    "reshaped": (
+        "the same numbers in another shape, {reference:lengths} / {candidate:lengths}"
+        "[[, and {rest}]]"
+    ),
     "padded": (
-        "the first {rows:,} rows are equal, and {side:letter} has {num:,} more"
-        "{zeros:yes=, of zeros|no=}"
+        "the first {rows:,} {what} are equal, and {side:letter} has {num:,} more"
+        "{zeros:yes=, of zeros|no=}[[; these are {rest}]]"
     ),
     "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
     "fused_mixed": "their rows mixed",
@@ -36,6 +39,8 @@ SENTENCES: Mapping[str, str] = {
         "[[: blocks of {blocks} moved]] ({moved:,} of {total:,} moved)[[, and {rest}]]"
     ),
     "scaled": "B = {factor:.6g} × A",
+    "scales": "each {what} of B is A's times a factor of its own, from {least:.3g} to {most:.3g}",
+    "again": "are {what} {places:names}{more:yes=, …|no=} of A once more",
     "shifted": "B = A + {constant:.6g}",
     "rounding": "{percent:.2g}% apart, as rounding in another order leaves them",
     "adapter": (
@@ -49,7 +54,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "some": (
         "{num:,} of {of:,} {what} differ ({places:names}{more:yes=, …|no=}), the others are equal"
-        "[[; these {rest}]]"
+        "{rounded:yes= but for rounding|no=}[[; these {rest}]]"
     ),
     "one_vector": (
         "one vector is added to every row, {percent:.2g}% of A's: of a head, the same number to "

@@ -71,10 +71,13 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
     columns = torch.from_numpy(signs(rows.shape[1], 2 * NUM_SUMS)).to(tensor.device, wide)
     columns = torch.cat([columns, torch.ones_like(columns[:, :1])], 1)
     totals = torch.zeros(3 * NUM_SUMS, dtype=torch.float64)
-    square = 0.0
+    square, nonfinite = 0.0, 0
     step = max(1, _MOST_AT_ONCE // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         part = rows[start : start + step].to(wide)
+        if not (finite := part.isfinite()).all():
+            nonfinite += int((~finite).sum())
+            part = part.masked_fill(~finite, 0)
         by_place = torch.from_numpy(signs(len(part), 2 * NUM_SUMS, start)).to(tensor.device, wide)
         square += float(torch.linalg.vector_norm(part)) ** 2
         by_column, by_both, total = (part @ columns).split([NUM_SUMS, NUM_SUMS, 1], 1)
@@ -91,6 +94,7 @@ def parameter_note(tensor: torch.Tensor, digest: str) -> ParameterNote | None:
         norm=norm,
         sums=sums,
         levels=_levels(tensor),
+        nonfinite=nonfinite,
         strides=None if tensor.is_contiguous() else list(tensor.stride()),
     )
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from math import nan
 
 import numpy as np
 import pytest
@@ -210,6 +211,20 @@ SAME = [
         1,
         "the first 96 rows are equal, and B has 32 more, of zeros",
     ),
+    (
+        "flat, bfloat16",
+        of(UP, lambda t: t.flatten().bfloat16()),
+        "reshaped",
+        1,
+        "128 x 64 / 8192, and rounded to bfloat16 on B",
+    ),
+    (
+        "padded, bfloat16",
+        every("embed_tokens", lambda t: torch.cat([t, torch.zeros(32, 64)]).bfloat16()),
+        "padded",
+        1,
+        "B has 32 more, of zeros; these are rounded to bfloat16 on B",
+    ),
     ("fused", fused, "fused", 3, "q_proj + k_proj + v_proj of A are qkv_proj of B"),
 ]
 OTHER = [
@@ -310,13 +325,55 @@ OTHER = [
         1,
         "the first 96 rows are equal, and B has 96 more",
     ),
-    ("shape", of(UP, lambda t: t[:, :32]), "shapes", 1, "128 x 64 / 128 x 32"),
+    (
+        "cut",
+        of(UP, lambda t: t[:, :32]),
+        "padded",
+        1,
+        "the first 32 columns are equal, and A has 32 more",
+    ),
+    ("shape", of(UP, lambda t: fresh(t)[:, :32]), "shapes", 1, "128 x 64 / 128 x 32"),
     (
         "a block lost",
         lambda tensors: {n: t for n, t in tensors.items() if "layers.2" not in n},
         "alone",
         9,
         "only on A",
+    ),
+    (
+        "two rows, 4 bits",
+        of(UP, lambda t: four_bits(t[[1, 0, *range(2, 128)]])),
+        "reordered",
+        1,
+        "the same rows in another order (2 of 128 moved), and 9",
+    ),
+    (
+        "rows and columns",
+        of(UP, lambda t: t.flip(0).flip(1)),
+        "reordered",
+        1,
+        "the same numbers in another order",
+    ),
+    (
+        "scales folded in",
+        of(UP, lambda t: t * torch.linspace(0.5, 1.5, 64)),
+        "scales",
+        1,
+        "each column of B is A's times a factor of its own, from 0.5 to 1.5",
+    ),
+    (
+        "a row, rounded",
+        of(UP, lambda t: one_row(t).bfloat16()),
+        "some",
+        1,
+        "1 of 128 rows differ (5), the others are equal but for rounding; these B = A + 0.1",
+    ),
+    (
+        "a shard twice",
+        of(UP, lambda t: torch.cat([t[:64], t[:64]])),
+        "some",
+        1,
+        "these are rows 0, 1, 2, 3, … of A once more",
     ),
 ]
 
@@ -335,6 +392,42 @@ def test_what_relates_two_checkpoints_is_told(original, changed, change, name, n
     assert any(text in each.text for each in mine)
     assert report.same == same
     assert not report.equal
+
+
+def test_a_scalar_and_whole_numbers_are_related_too(tmp_path):
+    """Temperatures of one number, and counters in another dtype."""
+    whole = {"scale": torch.tensor(1.5), "count": torch.arange(4), "nan": torch.tensor([1, nan])}
+    save_file(whole, tmp_path / "a.safetensors")
+    other = {"scale": torch.tensor(3.0), "count": torch.arange(4.0), "nan": whole["nan"].double()}
+    save_file(other, tmp_path / "b.safetensors")
+    report = divergence.compare_weights(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert {row.first: row.text for row in report.relations} == {
+        "scale": "B = 2 × A",
+        "count": "equal values, int64 / float32",
+        "nan": "equal values, float32 / float64",
+    }
+
+
+@pytest.mark.parametrize(
+    ("here", "text"),
+    [(True, "pairs of neighbours within heads of 16 (56 of 64"), (False, "the same rows")],
+)
+def test_stopped_tells_the_relation_of_the_values_where_they_are_at_hand(
+    original, changed, tmp_path, here, text
+):
+    """Of checkpoints that are elsewhere what sums tell; nothing of what is not what ran."""
+    options = {"prompts": [[1, 2, 3]], "max_new_tokens": 1, "probe": False, "truth": "no"}
+    other = changed(every("q_proj", to_pairs))
+    for file in ("config.json", "generation_config.json"):
+        shutil.copy(original / file, other)
+    a = divergence.capture(original, out=tmp_path / "run-a", **options)
+    b = divergence.capture(other, out=tmp_path / "run-b", **options)
+    if not here:
+        changed_since = every("q_proj", fresh)(load_file(original / "model.safetensors"))
+        save_file(changed_since, other / "model.safetensors")
+    verdict = divergence.compare(a, b).verdict
+    (told,) = [item.text for item in verdict.evidence if "q_proj" in item.text]
+    assert text in told and ("halves became" in told) == here
 
 
 @pytest.mark.parametrize("form", ["torch", "shards", "file"])

@@ -399,9 +399,9 @@ def _incomparable(
     headline = [*apart[:1], *(fact("preflight.and", what=what) for what in apart[1:])]
     places = hook_places("other_weights").values() if "weights" in others else ()
     related = [placed(place)(a, b) for place in places]
-    if known := [item for facts, _ in related for item in facts]:
+    if relations := [item for facts, _ in related for item in facts]:
         lines, blocking = (
-            [without_guesses(line, known) if line.check == "weights" else line for line in some]
+            [without_guesses(line, relations) if line.check == "weights" else line for line in some]
             for some in (lines, blocking)
         )
     finding = Finding(

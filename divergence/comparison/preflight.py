@@ -20,7 +20,6 @@ from divergence.comparison.constants import (
 )
 from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.facts import Fact, fact, in_one, sentence
-from divergence.numerics.drawn import signs
 from divergence.numerics.formats import format_named
 from divergence.run.contents import labels_text
 from divergence.run.manifest import (
@@ -1144,6 +1143,8 @@ def _size(sums: np.ndarray) -> float:
 
 def _sums_of_ones(shape: Sequence[int]) -> np.ndarray:
     """What a parameter of ones has as its sums."""
+    from divergence.numerics.drawn import signs  # a plain comparison does without it
+
     num_columns = shape[-1] if len(shape) > 1 else 1
     num_rows = math.prod(shape) // max(1, num_columns)
     columns, rows = (signs(n, 2 * NUM_SUMS).sum(0, dtype=float) for n in (num_columns, num_rows))
@@ -1508,11 +1509,11 @@ _CONTEXT = 24
 _GUESSES = ("preflight.relations", "preflight.one_layer", "preflight.one_kind")
 
 
-def without_guesses(line: PreflightLine, known: list[Fact]) -> PreflightLine:
+def without_guesses(line: PreflightLine, relations: list[Fact]) -> PreflightLine:
     """The line of the weights with what their values tell, in the place of what sums do."""
     facts = [part for item in line.details for part in item["facts"] or [item]]
     kept = [part for part in facts if part.code not in _GUESSES]
-    return msgspec.structs.replace(line, details=in_one([*known, *kept]))
+    return msgspec.structs.replace(line, details=in_one([*relations, *kept]))
 
 
 def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> list[Fact]:

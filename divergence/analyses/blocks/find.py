@@ -91,6 +91,8 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     if not candidates:
         return None
     first = min(candidates, key=place)
+    runs = measured.reference, measured.candidate
+    counted = all(run.manifest.plan.statistics_off is None for run in runs)
     counts = first.nonfinite
     assert counts is not None
     nans, infs, alone = (
@@ -99,7 +101,7 @@ def find_nonfinite(measured: Measured) -> Finding | None:
     )
     side = side_of([alone[each] > 0 for each in SIDES])
     if first in shared:
-        side, what = "both", _numbers(nans["reference"], infs["reference"])
+        side, what = "both", _numbers(nans["reference"], infs["reference"], counted)
         headline = [fact("blocks.nonfinite_shared", what=what, site=first.site)]
     elif side is None:
         headline = [fact("blocks.nonfinite_other_kind", site=first.site)]
@@ -110,7 +112,7 @@ def find_nonfinite(measured: Measured) -> Finding | None:
         headline = [
             fact(
                 "blocks.nonfinite_alone",
-                what=_numbers(nans[side], infs[side]),
+                what=_numbers(nans[side], infs[side], counted),
                 side=side,
                 site=first.site,
                 fewer=bool(nans[other] or infs[other]),
@@ -145,6 +147,7 @@ def find_nonfinite(measured: Measured) -> Finding | None:
                     for what in ("nan", "inf", "neginf")
                 },
                 num_apart=_num_apart(first),
+                counted=counted,
             )
         ],
         commands=[
@@ -176,9 +179,14 @@ def _is_no_result(site: SiteResult) -> bool:
     return site.role == "block" and main and counts.reference_neginf > 0
 
 
-def _numbers(num_nan: int, num_inf: int) -> list[Fact]:
+def _numbers(num_nan: int, num_inf: int, counted: bool) -> list[Fact]:
+    """``counted``: not so in other tools' statistics, which tell that there are some."""
     counts = ((num_nan, "nan"), (num_inf, "inf"))
-    return [fact("blocks.num_nonfinite", num=num, what=what) for num, what in counts if num]
+    return [
+        fact("blocks.num_nonfinite", num=num if counted else None, what=what)
+        for num, what in counts
+        if num
+    ]
 
 
 def find(measured: Measured) -> AnalysisResult:

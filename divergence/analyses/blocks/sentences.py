@@ -69,7 +69,7 @@ SENTENCES: Mapping[str, str] = {
         "it: sharp attention does that, and so does a small fault; a truth tells them apart"
     ),
     # nan and inf
-    "num_nonfinite": "{num} {what}",
+    "num_nonfinite": "{num:none=some|*={num}} {what}",
     "nonfinite_shared": "{what:list  and } on both sides, first at {site}: equal, but no result",
     "nonfinite_apart": (
         "nan or inf on both sides first at {site}, each where the other has a number"
@@ -87,6 +87,7 @@ SENTENCES: Mapping[str, str] = {
         "inf{reference_neginf:0=|*= ({reference_neginf} of them -inf)}, B {candidate_nan} nan "
         "and {candidate_inf} inf{candidate_neginf:0=|*= ({candidate_neginf} of them -inf)}; "
         "{num_apart:0=equal at each|1=1 differs|*={num_apart} differ}"
+        "{counted:yes=|no= (1 where the statistics tell that there are some, and not how many)}"
     ),
     # a family: what "every ..." is about
     "kind_at": "{place} ({kind})",

@@ -43,8 +43,8 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
                 value = tensors[name].read().to(format_named(note.dtype).torch_dtype)
                 values += [value] * (digest_tensor(value) == model.digests[name])
         if len(values) == 2:
-            told = moved(*names, models[0], models[1], pairs)
-            how = relation(*values) if told is None else Relation("moved", False, told)
+            other = moved(*names, models[0], models[1], pairs)
+            how = relation(*values) if other is None else Relation("moved", False, other)
             groups.setdefault(how.kind, []).append((names[0], how))
     relations = [
         fact(
@@ -52,5 +52,4 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
         )
         for some in groups.values()
     ]
-    known = [fact("preflight.relations", relations=relations)] if relations else []
-    return known, offered
+    return [fact("preflight.relations", relations=relations)] if relations else [], offered

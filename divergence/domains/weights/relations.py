@@ -153,7 +153,7 @@ def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if x.ndim == 1:  # of one number a row
         return (x - y).abs() <= _SAME_SIZE * y.abs()
     x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
-    products, own, other = (torch.einsum("ij,ij->i", *two) for two in ((x, y), (x, x), (y, y)))
+    products, own, other = (torch.einsum("ij,ij->i", *pair) for pair in ((x, y), (x, x), (y, y)))
     return (products > _ALIKE * (own * other).sqrt()) | ((own == 0) & (other == 0))
 
 
@@ -342,8 +342,8 @@ def _some(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) ->
         parts = [part.index_select(axis, places) for part in (a, b, x, y)]
         rest = _measured(*parts).fact if parts[2].any() and parts[3].any() else None
         if rest is not None and rest.code == "weights.unrelated":
-            known = {digest: number for number, digest in enumerate(row_digests(own))}
-            again = [known.get(digest) for digest in row_digests(other[places])]
+            numbers = {digest: number for number, digest in enumerate(row_digests(own))}
+            again = [numbers.get(digest) for digest in row_digests(other[places])]
             if None not in again:
                 rest = fact("weights.again", what=what, places=again[:_SHOWN], more=len(again) > 4)
         what = what if x.ndim > 1 else "numbers"

@@ -94,6 +94,7 @@ def test_nan_check_names_the_first_module(captured, tmp_path):
     runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
     verdict = compare(*runs).verdict
     assert (verdict.kind, verdict.onset.site) == ("nonfinite", f"{FAULT}:out")
+    assert verdict.headline[0].text.startswith(f"some nan in B first at {FAULT}:out")
 
 
 def test_operators_of_level_l1_are_places_by_their_calls(captured, tmp_path, invoke):

@@ -121,10 +121,14 @@ def compare_weights(
     relations += _left_over(a, b, pairs, names_a | names_b)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
         relations = [
-            (name, Relation(how.name, True, how.fact) if how.name == "transposed" else how)
+            (name, Relation(how.name, True, how.fact) if _only_turned(how) else how)
             for name, how in relations
         ]
     return _report([_side(side) for side in (a, b)], len(pairs), relations, facts)
+
+
+def _only_turned(how: Relation) -> bool:
+    return how.name == "transposed" and how.fact["rest"] is None
 
 
 def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[Fact]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from divergence.comparison.preflight import match_parameters, moved
-from divergence.domains.weights.checkpoint import open_checkpoint
-from divergence.domains.weights.relations import Relation, relation
 from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
@@ -15,6 +13,11 @@ from divergence.run.manifest import digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.run.site import starred
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.domains.weights.relations import Relation
 
 
 def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
@@ -25,6 +28,11 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
     if sources[0] == sources[1] or not all(source.exists() for source in sources):
         return [], []
     offered = [command("weights", *(model.source for model in models))]
+    try:
+        from divergence.domains.weights.checkpoint import open_checkpoint
+        from divergence.domains.weights.relations import Relation, relation
+    except ImportError:  # runs are compared without torch, and weights are not
+        return [], offered
     try:
         stored = [open_checkpoint(str(source)).tensors for source in sources]
     except DivergenceError:

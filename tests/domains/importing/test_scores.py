@@ -132,6 +132,9 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(DumpError, match="without log_probs"):
         line = {k: v for k, v in LINES["slime"].items() if k != "log_probs"}
         import_dump(write(path, line), out=tmp_path / "a", layout="trainer")
+    with pytest.raises(DumpError, match="is log_prob that"):
+        misspelt = {**line, "log_prob": LINES["slime"]["log_probs"]}
+        import_dump(write(path, misspelt), out=tmp_path / "a", layout="trainer")
 
 
 def base_file(path, logits, tokens):

@@ -23,6 +23,7 @@ from divergence.domains.importing.scores import FieldMap, Scored, scores_of
 from divergence.errors import DumpError
 from divergence.run.foreign import LINES, DumpFolder
 from divergence.run.scores import ScoreSource
+from divergence.run.site import near_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +185,11 @@ def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
         names = dialect.rollout if role == "rollout" else dialect.trainer
         logprobs = first(names)
         if logprobs is None:
+            near = [key for name in names for key in near_names(name, [*map(str, item)])]
+            spelt = f" (is {near[0]} that?)" if near else ""
             raise DumpError(
                 f"a file of {dialect.name} without {' or '.join(names)}, which the {role} would "
-                "have said",
+                f"have said{spelt}: {', '.join(map(str, list(item)[:12]))}",
                 where=where,
                 hint="--map names another field; docs/rl.md tells what makes a framework write it",
             )

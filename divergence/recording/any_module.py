@@ -10,7 +10,8 @@ module's own sites. Two such runs are compared like any other; there are no toke
         recording.repeat()
 
 gives the module what A's was given, step by step, and runs each step once more with A's inputs in
-the place of each block's own: the anchored pass.
+the place of each block's own: the anchored pass. Calls of the module itself within the block are
+steps too, so that a pipeline or a loop that nobody can change is recorded as it is.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Recording:
     ) -> None:
         self._module, self._recorders, self._manifest = module, recorders, manifest
         self._like = like
+        self._call = type(module).__call__
+        self._caches: dict[int, tuple[Any, Any]] = {}
         self.is_open = True
         # inputs of each step of ``like``, by port
         self._before: dict[int, dict[str, Record]] = {}
@@ -82,8 +85,9 @@ class Recording:
         return len(self._manifest.tokens.samples)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward of the module, without gradients; returns what the module does. With ``like``
-        it is run twice, and raises UsageError for inputs that are not that run's."""
+        """One forward of the module, with gradients in training mode alone; returns what the module
+        does. With ``like`` it is run twice, and raises UsageError for inputs that are not that
+        run's."""
         if not self.is_open:
             raise UsageError("the run is complete: its `with` block has ended")
         number, tokens = self.num_steps, self._manifest.tokens
@@ -102,15 +106,53 @@ class Recording:
         tokens.samples.append(sample)
         tokens.groups.append([number])
         # a cache that the first forward writes to is as it was in the second
-        calls = [(args, kwargs), *((_copied(args), _copied(kwargs)) for _ in self._recorders[1:])]
-        results = []
+        calls = [(args, kwargs), *(self._copied((args, kwargs)) for _ in self._recorders[1:])]
+        grad = self._module.training and torch.is_grad_enabled()
+        results: list[Any] = []
         for recorder, (places, names) in zip(self._recorders, calls, strict=True):
             recorder.begin(sample=number, batch=1, num_tokens=0)
-            with recorder.installed(), torch.no_grad():
-                results.append(self._module(*places, **names))
+            with recorder.installed(), torch.set_grad_enabled(grad and not results):
+                results.append(self._call(self._module, *places, **names))
             if recorder is self._recorders[0]:
                 note_changes(self._module, self._manifest.model.derived, number)
         return results[0]
+
+    def _copied(self, value: Any) -> Any:
+        """What a module may write to, once more; tensors are what they were. A cache of keys and
+        values goes on as the anchored pass has filled it, or each block would see B's own past."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(map(self._copied, value))
+        if type(value) is dict:
+            return {key: self._copied(item) for key, item in value.items()}
+        length = getattr(value, "get_seq_length", None)
+        if length is not None and id(value) in self._caches:
+            own = self._caches[id(value)][1]
+            if own.get_seq_length() == length():
+                return own
+        try:
+            copied = copy.deepcopy(value)
+        except Exception:  # a lock, a file: what no copy can be made of is no cache
+            return value
+        if length is not None:
+            self._caches[id(value)] = value, copied
+        return copied
+
+    @contextlib.contextmanager
+    def calls_recorded(self) -> Iterator[None]:
+        """Within the block, who calls the module makes a step."""
+        module, kind = self._module, type(self._module)
+        if not isinstance(module, torch.jit.ScriptModule):
+            calling = {"__call__": lambda _, *args, **kwargs: self.step(*args, **kwargs)}
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            module.__class__ = type(kind.__name__, (kind,), names | calling)
+        try:
+            yield
+        finally:
+            self.is_open = False
+            if type(module) is not kind:
+                module.__class__ = kind
 
     def repeat(self) -> None:
         """Makes every step of the run in ``like``, with its inputs. Raises UsageError where it does
@@ -164,20 +206,6 @@ class Recording:
             )
 
 
-def _copied(value: Any) -> Any:
-    """What a module may write to, once more; tensors are what they were."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # a lock, a file: what no copy can be made of is no cache
-        return value
-
-
 @contextlib.contextmanager
 def record(
     module: torch.nn.Module,
@@ -188,7 +216,8 @@ def record(
     label: str | None = None,
     force: bool = False,
 ) -> Iterator[Recording]:
-    """Record every ``step`` of ``module`` into the run ``out``, complete when the block ends.
+    """Record every ``step`` of ``module``, and every call of it, into the run ``out``, complete
+    when the block ends.
 
     ``sites``: as in ``capture``. ``label``: what to call this machine. The module runs as it is: in
     the mode (train or eval), dtype and device that it is in. A block that raises leaves an
@@ -269,10 +298,8 @@ def record(
             anchor = RecordedInputs(source, tokens.samples, tokens.groups)
             recorders.append(recorder(pass_="anchored", anchor=anchor))
         recording = Recording(module, recorders, manifest, source)
-        try:
+        with recording.calls_recorded():
             yield recording
-        finally:
-            recording.is_open = False
         if not recorders[0].num_emitted:
             raise UsageError(
                 "no step was made, or no tensor passed the sites",

@@ -503,6 +503,8 @@ class Capture:
         self.media = Media(loaded)
         self.samples, self.groups, self.forced = _tokens_of(request, loaded, self.media)
         self.media.check(request, self.samples)
+        for text in self.media.notes:
+            self._note(text)
         session.settle(self.samples, self.forced, like)
         # the sites
         self.notes = session.notes()

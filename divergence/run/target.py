@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import glob
 import os
 import re
 import shutil
@@ -338,7 +339,9 @@ def store_run(
     what was there is kept, as ``previous``. ``deflate``: a .zip is compressed. ``agree``: called
     with its bytes when all is written, before anything is replaced. May raise OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(target)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    lock = _locked(folder)
     try:
         new, old = folder / f"new{target.suffix}", folder / "old"
         if archive_kind(target) is not None and not target.is_dir():
@@ -359,6 +362,20 @@ def store_run(
         return kept
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _remove_left(target: Path) -> None:
+    """Removes what a process that was killed left beside ``target``, but never the only copy."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.????????"):
+        with contextlib.suppress(RunExistsError, OSError):  # another process is at work there
+            lock = _locked(left)
+            if lock is not None:
+                names = {path.stem for path in left.iterdir()}
+                if names <= ({"new", "old"} if target.exists() else {"new"}):
+                    shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
 
 
 def put_in_place(new: Path, target: Path, old: Path) -> None:

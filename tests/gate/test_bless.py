@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
+import os
 import shutil
 import sys
 
@@ -155,6 +157,28 @@ def test_what_is_unfit_becomes_no_golden(runs, bless, tmp_path, kind):
     (new / "manifest.json").write_text(json.dumps(manifest))
     assert kind in bless(tmp_path / "golden", new)
     assert not (tmp_path / "golden").exists()
+
+
+def test_what_a_killed_blessing_left_is_removed(runs, bless, tmp_path):
+    """By the next one; what another process writes to, and what else lies there, stays."""
+    for name in ("12345678", "busy5678", "mine5678"):
+        (tmp_path / f".golden.{name}" / ("own" if name == "mine5678" else "new")).mkdir(
+            parents=True
+        )
+    with open_lock(tmp_path / ".golden.busy5678"):
+        bless(tmp_path / "golden", runs / "sketch")
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == [".golden.busy5678", ".golden.mine5678", "golden"]
+
+
+@contextlib.contextmanager
+def open_lock(folder):
+    """As another process that works there holds it."""
+    fcntl = pytest.importorskip("fcntl")
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
 
 
 def test_a_failed_copy_leaves_the_golden(runs, bless, tmp_path, monkeypatch):

@@ -297,3 +297,32 @@ def test_an_argument_that_cannot_be_copied_is_handed_on(tmp_path):
         with record(module, out=tmp_path / name, **options) as recording:
             recording.step(torch.ones(1, 4), threading.Lock())
     assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
+
+
+def test_a_wrong_block_of_a_loop_with_a_cache_is_named(tmp_path, llama):
+    """The anchored pass goes on with a cache of its own, as A's keys and values filled it; calls of
+    the module itself are steps."""
+
+    def looped(out, factor=1.0, **options):
+        model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+        model.model.layers[0].mlp.down_proj.register_forward_hook(lambda _m, _a, out: factor * out)
+        with record(model, out=out, **options):
+            model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False)
+        assert type(model) is type(AutoModelForCausalLM.from_config(model.config))
+        return Run.open(out)
+
+    a = looped(tmp_path / "a")
+    assert len(a.manifest.tokens.samples) == 4
+    report = compare(a, looped(tmp_path / "b", 1.01, like=a))
+    assert report.verdict.kind == "localized"
+    assert "model.layers.0.mlp.down_proj:out" in report.verdict.summary
+
+
+def test_a_training_loop_keeps_its_gradients(tmp_path):
+    """In training mode a step is what the loop would have done; the anchored pass is without."""
+    tower = Tower()
+    for out, like in (("a", None), ("b", tmp_path / "a")):
+        with record(tower, out=tmp_path / out, like=like):
+            tower(torch.ones(1, 12, 32)).sum().backward()
+    assert tower.blocks[0][1].weight.grad is not None
+    assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"

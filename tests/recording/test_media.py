@@ -434,6 +434,18 @@ def test_a_golden_and_a_run_of_digests_keep_them(model, tmp_path, answer):
     assert "a.wav" in inspected
 
 
+@pytest.mark.slow
+def test_sound_that_no_model_hears_is_told(model, tmp_path):
+    """Whisper's processor keeps the first 2 s."""
+    with wave.open(str(tmp_path / "long.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(b"\0\1" * 16000 * 5)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"audio": ["long.wav"]}))
+    arguments = [str(model("whisper")), "--prompts", str(tmp_path / "long.jsonl"), "--no-probe"]
+    shown = CliRunner().invoke(app, ["capture", *arguments, "-o", str(tmp_path / "a")])
+    assert "prompt 0 has 5 s of sound, of which WhisperProcessor keeps 2 s" in shown.output
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_a_cache_is_held_against_whole_forwards(model, tmp_path, name):
     """Tensors with a number for each token go on behind the prompt."""

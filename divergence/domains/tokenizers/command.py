@@ -62,14 +62,12 @@ def tokens(
 def tokens_document(report: TokensReport) -> Document:
     """Return what is shown of it."""
     num = report.num_texts - report.num_equal
+    word, style, text = "OTHER TOKENS", "bold red", f"in {num} of {count(report.num_texts, 'text')}"
     if report.equal:
-        word, style = "IDENTICAL", "bold green"
+        word, style = "IDENTICAL", "bold yellow" if report.causes else "bold green"
         text = f"all {count(report.num_texts, 'text')} become the same tokens"
-    else:
-        word, style = "OTHER TOKENS", "bold red"
-        text = f"in {num} of {count(report.num_texts, 'text')}"
-        if report.causes:
-            text += f"; in {report.causes[0].num_texts} of them {report.causes[0].text}"
+    if report.causes:
+        text += f"; in {report.causes[0].num_texts} of them {report.causes[0].text}"
     if report.reference.kind == "examples":
         text = text.replace("become", "hold")
     sides = [

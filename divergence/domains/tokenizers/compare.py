@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence._version import __version__
-from divergence.domains.tokenizers.examples import causes_of, compare_examples
+import msgspec
+
+from divergence.domains.tokenizers.examples import Row, compare_examples, compare_masks, report_on
 from divergence.domains.tokenizers.result import TokenizerSide, TokensReport
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
 from divergence.recording.engines.hub import hub_out_of_reach
 from divergence.recording.engines.load import load_tokenizer
-from divergence.recording.prompts import collect_prompts, tokenize
-from divergence.words import Progress, Side, first_apart, shortened, silent
+from divergence.recording.prompts import Prompt, collect_prompts, tokenize
+from divergence.words import SIDES, Progress, first_apart, shortened, silent
 
 _EXCERPT = 40
 _NAMED = 20
 """Names of tokens in a fact, at most."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _PLAIN = ("padding_side", "truncation_side", "model_max_length", "clean_up_tokenization_spaces")
-_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a template has around the tokens that training gives labels."""
 
 
 @with_sentences
@@ -46,7 +49,8 @@ def compare_tokens(
     ``reference``, ``candidate``: directories or hub ids with a tokenizer; or JSON lines of examples
     (``input_ids``, and ``labels`` or a mask of them), which need no texts. ``texts``: a file of
     prompts (.txt, a text a line; .jsonl or .json with ``text`` or ``messages``), or a list of them.
-    ``chat``: texts are a user's turn, and go through each side's chat template, as ``messages`` do.
+    ``chat``: texts are a user's turn, and go through each side's chat template, as ``messages`` do;
+    of messages with answers the templates' label masks are compared too.
 
     Raises UsageError where a side has no tokenizer, PromptError for texts that cannot be read and
     for a chat without a template.
@@ -68,31 +72,28 @@ def compare_tokens(
         raise UsageError("token ids cannot be tokenised", hint="give text or messages")
     sides = [_loaded(str(source), trust_remote_code) for source in (reference, candidate)]
     settings = _settings(*sides)  # a call changes what they say of truncation
-    by_name: dict[str, tuple[list[int], Fact]] = {}
-    num_equal, num_tokens = 0, [0, 0]
-    excerpts: dict[str, str] = {}
-    for number, prompt in enumerate(prompts):
-        on_progress("texts", number, len(prompts), "")
-        samples = [tokenize([prompt], side, chat=chat)[0] for side in sides]
-        ids = [list(sample.prompt_ids) for sample in samples]
-        num_tokens = [num + len(each) for num, each in zip(num_tokens, ids, strict=True)]
-        rendered = [sample.text or "" for sample in samples]
-        num_equal += ids[0] == ids[1]
-        causes = [] if ids[0] == ids[1] else _causes(sides, rendered, ids)
-        for name, item, place in causes:
-            numbers, _ = by_name.setdefault(name, ([], item))
-            numbers.append(number)
-            excerpts.setdefault(name, shortened(rendered[0][max(0, place - 10) :], _EXCERPT))
-    return TokensReport(
-        tool_version=__version__,
-        reference=_side(str(reference), sides[0]),
-        candidate=_side(str(candidate), sides[1]),
+
+    def rows() -> Iterator[Row]:
+        for number, prompt in enumerate(prompts):
+            on_progress("texts", number, len(prompts), "")
+            samples = [tokenize([prompt], side, chat=chat)[0] for side in sides]
+            ids = [list(sample.prompt_ids) for sample in samples]
+            rendered = [sample.text or "" for sample in samples]
+            causes = [] if ids[0] == ids[1] else _causes(sides, rendered, ids)
+            shown = [(name, what, _excerpt(rendered[0], at)) for name, what, at in causes]
+            shown += [] if causes else _masks(sides, prompt)
+            text = "\n".join(message.content for message in prompt.conversation)
+            cut = [("truncation", what, _excerpt(text, 0)) for what in _cut(sides, ids)]
+            yield Row(ids, [*shown, *cut], equal=not shown, text=text)
+
+    return report_on(
+        [
+            TokenizerSide(source=str(name), kind=type(side).__name__, num_tokens=len(side))
+            for name, side in zip((reference, candidate), sides, strict=True)
+        ],
+        rows(),
         chat=chat or any(prompt.messages is not None for prompt in prompts),
-        num_texts=len(prompts),
-        num_equal=num_equal,
-        num_tokens=num_tokens,
         facts=settings,
-        causes=causes_of(by_name, excerpts),
     )
 
 
@@ -118,63 +119,55 @@ def _loaded(source: str, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _side(source: str, tokenizer: Any) -> TokenizerSide:
-    return TokenizerSide(source=source, kind=type(tokenizer).__name__, num_tokens=len(tokenizer))
-
-
 def _causes(
     sides: Sequence[Any], rendered: Sequence[str], ids: Sequence[list[int]]
 ) -> list[tuple[str, Fact, int]]:
     """(name, what it is, character of A's text from which it shows) of one text."""
     causes: list[tuple[str, Fact, int]] = []
-    if rendered[0] != rendered[1]:
+    text = rendered[0]
+    if text != rendered[1]:
         causes.append(("template", _templates(*rendered), first_apart(*rendered)))
         # what the tokenizers make of one rendered text is another question
-        ids = [side(rendered[0], add_special_tokens=False)["input_ids"] for side in sides]
-    a, b = (side.convert_ids_to_tokens(each) for side, each in zip(sides, ids, strict=True))
-    special = [{*side.all_special_tokens} - {side.unk_token} for side in sides]
-    starts, ends = [], []
-    for tokens, own in zip((a, b), special, strict=True):
-        start = next((n for n, token in enumerate(tokens) if token not in own), len(tokens))
-        end = next((n for n, token in enumerate(reversed(tokens)) if token not in own), 0)
-        starts.append(start)
-        ends.append(len(tokens) - (end if start < len(tokens) else 0))
-    first, last = a[: starts[0]], b[: starts[1]]
-    if first != last:
-        causes.append(("start", _start(first, last), 0))
-    if a[ends[0] :] != b[ends[1] :]:
-        code = fact(
-            "tokenizers.end", reference=a[ends[0] :] or None, candidate=b[ends[1] :] or None
-        )
-        causes.append(("end", code, len(rendered[0])))
-    inner_a, inner_b = a[starts[0] : ends[0]], b[starts[1] : ends[1]]
-    if inner_a != inner_b:
-        causes.append(_inside(sides, rendered[0], inner_a, inner_b))
-    else:
-        pairs = zip(a, ids[0], b, ids[1], strict=False)
-        other = next(((t, x, y) for t, x, u, y in pairs if t == u and x != y), None)
-        if other is not None and len(a) == len(b):
-            token, x, y = other
-            item = fact("tokenizers.ids", token=token, reference=x, candidate=y)
-            causes.append(("ids", item, 0))
+        ids = [side(text, add_special_tokens=False)["input_ids"] for side in sides]
+    tokens = [side.convert_ids_to_tokens(each) for side, each in zip(sides, ids, strict=True)]
+    parts = []
+    for each, side in zip(tokens, sides, strict=True):
+        special = {*side.all_special_tokens} - {side.unk_token}
+        inner = [n for n, token in enumerate(each) if token not in special] or [len(each)]
+        parts.append((each[: inner[0]], each[inner[0] : inner[-1] + 1], each[inner[-1] + 1 :]))
+    (first, a, last), (other_first, b, other_last) = parts
+    if first != other_first:
+        causes.append(("start", _start(first, other_first), 0))
+    if last != other_last:
+        what = fact("tokenizers.end", reference=last or None, candidate=other_last or None)
+        causes.append(("end", what, len(text)))
+    if a != b:
+        causes.append(_inside(sides, text, a, b))
+    elif tokens[0] == tokens[1] and ids[0] != ids[1]:
+        at = first_apart(*ids)
+        x, y = ids[0][at], ids[1][at]
+        item = fact("tokenizers.ids", token=tokens[0][at], reference=x, candidate=y)
+        causes.append(("ids", item, 0))
     return causes
 
 
 def _templates(a: str, b: str) -> Fact:
     place = first_apart(a, b)
     shown = [_quoted(text[max(0, place - 10) :]) for text in (a, b)]
-    values = {"reference": shown[0], "candidate": shown[1]}
     if "".join(a.split()) == "".join(b.split()):
-        return fact("tokenizers.template_blanks", **values)
-    if place == min(len(a), len(b)):
-        side: Side = "reference" if len(a) > len(b) else "candidate"
-        more = _quoted(max(a, b, key=len)[place:])
-        return fact("tokenizers.template_ending", side=side, text=more)
-    return fact("tokenizers.template", **values)
+        return fact("tokenizers.template_blanks", reference=shown[0], candidate=shown[1])
+    side, more, less = (SIDES[0], a, b) if len(a) > len(b) else (SIDES[1], b, a)
+    for end, same, text in (
+        ("ending", more.startswith(less), more[len(less) :]),
+        ("beginning", more.endswith(less), more[: len(more) - len(less)]),
+    ):
+        if same:
+            return fact(f"tokenizers.template_{end}", side=side, text=_quoted(text))
+    return fact("tokenizers.template", reference=shown[0], candidate=shown[1])
 
 
 def _start(a: list[str], b: list[str]) -> Fact:
-    for side, own, other in (("reference", a, b), ("candidate", b, a)):
+    for side, own, other in ((SIDES[0], a, b), (SIDES[1], b, a)):
         if len(own) > 1 and own[0] == own[1] and other[:1] == own[:1] and len(other) < 2:
             return fact("tokenizers.twice", side=side, token=own[0])
     return fact("tokenizers.start", reference=a or None, candidate=b or None)
@@ -183,57 +176,108 @@ def _start(a: list[str], b: list[str]) -> Fact:
 def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tuple[str, Fact, int]:
     """Say why the tokens between the special ones differ: what comes first in a tokenizer."""
     place = first_apart(a, b)
-    added = [side.added_tokens_decoder.values() for side in sides]
-    flags = [{str(token): _flags(token) for token in tokens} for tokens in added]
-    for number, (name, own, other) in enumerate((("reference", a, b), ("candidate", b, a))):
+    flags = [
+        {
+            str(token): {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+            for token in side.added_tokens_decoder.values()
+        }
+        for side in sides
+    ]
+    for number, (own, other) in enumerate(((a, b), (b, a))):
         only = flags[number].keys() - flags[1 - number].keys() - {*other}
-        alone = next((token for token in own[place:] if token in only), None)
-        if alone is not None:
-            return "added", fact("tokenizers.added", token=alone, side=name), text.find(alone)
+        if alone := next((token for token in own[place:] if token in only), None):
+            what = fact("tokenizers.added", token=alone, side=SIDES[number])
+            return "added", what, text.find(alone)
     for token in flags[0].keys() & flags[1].keys():
         if token in text and flags[0][token] != flags[1][token]:
             (key, *_), x, y = _leaf(flags[0][token], flags[1][token])
             item = fact("tokenizers.flag", token=token, name=key, reference=x, candidate=y)
             return "added", item, text.find(token)
-    backends = [getattr(side, "backend_tokenizer", None) for side in sides]
-    if None not in backends:
-        parts = _between(text, set().union(*flags))
-        normal = [[_normalised(backend, part) for part in parts] for backend in backends]
+    backends: list[Any] = [getattr(side, "backend_tokenizer", None) for side in sides]
+    added = "|".join(map(re.escape, set().union(*flags)))
+    # what stands between added tokens: nothing else of a text is normalised and split
+    parts = [] if None in backends else re.split(added, text) if added else [text]
+    for part in filter(None, parts):
+        begin = max(0, text.find(part))
+        normal = [
+            str(backend.normalizer.normalize_str(part)) if backend.normalizer else part
+            for backend in backends
+        ]
         if normal[0] != normal[1]:
-            x, y = next(pair for pair in zip(*normal, strict=True) if pair[0] != pair[1])
-            at = first_apart(x, y)
-            shown = [_quoted(each[max(0, at - 5) :]) for each in (x, y)]
+            at = first_apart(*normal)
+            shown = [_quoted(each[max(0, at - 5) :]) for each in normal]
             item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
-            return "normaliser", item, at + max(0, text.find(parts[normal[0].index(x)]))
-        for part in normal[0]:
-            pieces = [_pieces(backend, part) for backend in backends]
-            if pieces[0] != pieces[1]:
-                at = first_apart(*pieces)
-                spans = [[piece for piece, _ in each[at : at + 3]] for each in pieces]
-                item = fact("tokenizers.split", reference=spans[0], candidate=spans[1])
-                begin = pieces[0][at][1][0] if at < len(pieces[0]) else len(part)
-                return "split", item, begin + max(0, text.find(part))
-    item = fact("tokenizers.merges", reference=a[place : place + 4], candidate=b[place : place + 4])
-    return "merges", item, max(0, text.find("".join(a[place : place + 1]).lstrip("Ġ▁#")))
+            return "normaliser", item, at + begin
+        pieces = [_pieces(backend, normal[0]) for backend in backends]
+        if pieces[0] != pieces[1]:
+            at = first_apart(*pieces)
+            spans = _readable(sides, [[piece for piece, _ in each[at : at + 3]] for each in pieces])
+            item = fact("tokenizers.split", reference=spans[0], candidate=spans[1])
+            at = pieces[0][at][1][0] if at < len(pieces[0]) else len(part)
+            return "split", item, at + begin
+    tokens = _readable(sides, [a[place : place + 4], b[place : place + 4]])
+    item = fact("tokenizers.merges", reference=tokens[0], candidate=tokens[1])
+    return "merges", item, max(0, text.find("".join(tokens[0][:1]).strip('"').strip()))
 
 
-def _flags(token: Any) -> dict[str, bool]:
-    return {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+def _readable(sides: Sequence[Any], tokens: Sequence[list[str]]) -> list[list[str]]:
+    """What tokens of each side stand for, in quotes; as the vocabulary has it where that is no
+    whole character, and where a decoder hides what differs."""
+    texts = [
+        [_name(side, token) for token in each] for side, each in zip(sides, tokens, strict=True)
+    ]
+    return [*tokens] if texts[0] == texts[1] else texts
 
 
-def _between(text: str, tokens: set[str]) -> list[str]:
-    """What stands between added tokens: nothing else of a text is normalised and split."""
-    if not tokens:
-        return [text]
-    return [part for part in re.split("|".join(map(re.escape, tokens)), text) if part]
+def _name(tokenizer: Any, token: str) -> str:
+    text = str(tokenizer.convert_tokens_to_string([token]))
+    return _quoted(token if "\ufffd" in text or not text else text)
+
+
+def _masks(sides: Sequence[Any], prompt: Prompt) -> list[tuple[str, Fact, str]]:
+    """How tokens of a chat's answers that the templates mark ({% generation %}) differ."""
+    if not any(message.role == "assistant" for message in prompt.messages or ()):
+        return []
+    chat = [msgspec.structs.asdict(message) for message in prompt.conversation]
+    made = []
+    for side in sides:
+        marks = _MARKS.search(str(side.chat_template)) is not None
+        made.append(
+            side.apply_chat_template(
+                chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
+            )
+        )
+    ids = [list(each["input_ids"]) for each in made]
+    masks = [each.get("assistant_masks") for each in made]
+    if ids[0] != ids[1]:
+        return []
+
+    def named(token: int) -> str:
+        return _name(sides[0], str(sides[0].convert_ids_to_tokens(token)))
+
+    return [
+        (name, what, _excerpt(sides[0].decode(ids[0][max(0, place - 2) :]), 0))
+        for name, what, place in compare_masks(ids[0], masks[0], masks[1], named)
+    ]
+
+
+def _cut(sides: Sequence[Any], ids: Sequence[list[int]]) -> list[Fact]:
+    """What is kept of a text that is longer than a side's limit, where the sides say otherwise."""
+    limits = [(int(side.model_max_length), side.truncation_side) for side in sides]
+    kept = [min(most, len(each)) for (most, _), each in zip(limits, ids, strict=True)]
+    cut = [end if most < len(each) else None for (most, end), each in zip(limits, ids, strict=True)]
+    if limits[0] == limits[1] or cut == [None, None]:
+        return []
+    values: dict[str, Any] = {"cut": cut[0], "candidate_cut": cut[1]}
+    return [fact("tokenizers.truncation", reference=kept[0], candidate=kept[1], **values)]
+
+
+def _excerpt(text: str, place: int) -> str:
+    return shortened(text[max(0, place - 10) :], _EXCERPT)
 
 
 def _quoted(text: str) -> str:
     return json.dumps(shortened(text, _EXCERPT), ensure_ascii=False)
-
-
-def _normalised(backend: Any, text: str) -> str:
-    return str(backend.normalizer.normalize_str(text)) if backend.normalizer else text
 
 
 def _pieces(backend: Any, text: str) -> list[tuple[str, tuple[int, int]]]:

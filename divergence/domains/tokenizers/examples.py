@@ -6,7 +6,9 @@ is told; labels are held against one another where ids are the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,61 +36,127 @@ class _Example:
     num_of_pads: int
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A text, as both sides have it. ``causes``: (name, what it is, from where it shows)."""
+
+    ids: Sequence[list[int]]
+    causes: list[tuple[str, Fact, str]]
+    equal: bool
+    text: str = ""
+
+
+_KINDS = {
+    "Chinese, Japanese or Korean": r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]",
+    "pictographs": r"[\u2190-\u2bff\U0001f000-\U0001faff]",
+    "letters beyond ASCII": r"(?![a-zA-Z])[^\W\d_]",
+    "apostrophes in words": r"\w['\u2019]\w",
+    "capitals within words": r"[a-z][A-Z]",
+    "digits": r"\d",
+    "several blanks in a row": r"[^\S\n]{2}|\t",
+    "blanks at an end": r"\A\s|\s\Z",
+    "line breaks": r"\n",
+    "punctuation": r"[^\w\s]",
+    "capitals": r"[A-Z]",
+}
+"""Classes of texts, by what is in them: the narrower ones first."""
+
+
+def report_on(
+    sides: Sequence[TokenizerSide],
+    rows: Iterable[Row],
+    *,
+    chat: bool = False,
+    facts: Sequence[Fact] = (),
+) -> TokensReport:
+    """The report on texts; the most frequent cause first, with the smallest class of texts that
+    holds all of its own, where at least half of that class, and two texts, are its own."""
+    by_name: dict[str, tuple[list[int], Counter[str], Fact, str]] = {}
+    num_texts, num_equal, num_tokens = 0, 0, [0, 0]
+    kinds: Counter[str] = Counter()
+    for number, row in enumerate(rows):
+        own = [kind for kind, pattern in _KINDS.items() if re.search(pattern, row.text)]
+        kinds.update(own)
+        num_texts, num_equal = num_texts + 1, num_equal + row.equal
+        num_tokens = [num + len(ids) for num, ids in zip(num_tokens, row.ids, strict=True)]
+        for name, what, shown in row.causes:
+            numbers, of_cause, *_ = by_name.setdefault(name, ([], Counter(), what, shown))
+            numbers.append(number)
+            of_cause.update(own)
+    causes = []
+    for name, (numbers, of_cause, what, shown) in by_name.items():
+        num = len(numbers)
+        reasons = [what]
+        kind = min(of_cause, key=lambda kind: (num - of_cause[kind], kinds[kind]), default="")
+        if 1 < num == of_cause[kind] and kinds[kind] <= min(2 * num, num_texts - 1):
+            reasons.append(fact("tokenizers.kind", kind=kind, num=num, of=kinds[kind]))
+        causes.append(
+            TokensCause(name=name, num_texts=num, first=numbers[0], shown=shown, facts=reasons)
+        )
+    return TokensReport(
+        tool_version=__version__,
+        reference=sides[0],
+        candidate=sides[1],
+        chat=chat,
+        num_texts=num_texts,
+        num_equal=num_equal,
+        num_tokens=num_tokens,
+        facts=[*facts],
+        causes=sorted(causes, key=lambda cause: -cause.num_texts),
+    )
+
+
 def compare_examples(reference: Path, candidate: Path, progress: Progress) -> TokensReport:
     """The report on two files. Raises UsageError where they hold other numbers of examples,
     DumpError and PromptError for lines that are none."""
-    sides = [_examples(path) for path in (reference, candidate)]
+    files = (reference, candidate)
+    sides = [_examples(path) for path in files]
     if len(sides[0]) != len(sides[1]):
         raise UsageError(
             f"{reference} holds {len(sides[0]):,} examples, {candidate} {len(sides[1]):,}",
             hint="the same examples in the same order: leave out on both sides what one leaves out",
         )
     longest = [max((len(example.ids) for example in side), default=0) for side in sides]
-    by_name: dict[str, tuple[list[int], Fact]] = {}
-    excerpts: dict[str, str] = {}
-    num_equal = 0
-    for number, (a, b) in enumerate(zip(*sides, strict=True)):
-        progress("examples", number, len(sides[0]), "")
-        causes = _ids(a, b, longest) if a.ids != b.ids else _labels(a, b)
-        num_equal += not causes
-        for name, item, place in causes:
-            numbers, _ = by_name.setdefault(name, ([], item))
-            numbers.append(number)
-            near = a.ids[max(0, place - 2) : place + 6]
-            excerpts.setdefault(name, f"… {' '.join(map(str, near))} …")
-    return TokensReport(
-        tool_version=__version__,
-        reference=_side(reference, sides[0]),
-        candidate=_side(candidate, sides[1]),
-        chat=False,
-        num_texts=len(sides[0]),
-        num_equal=num_equal,
-        num_tokens=[sum(len(example.ids) for example in side) for side in sides],
-        facts=[],
-        causes=causes_of(by_name, excerpts),
+
+    def rows() -> Iterator[Row]:
+        for number, (a, b) in enumerate(zip(*sides, strict=True)):
+            progress("examples", number, len(sides[0]), "")
+            causes = _ids(a, b, longest) if a.ids != b.ids else _labels(a, b)
+            shown = [
+                (name, what, f"… {' '.join(map(str, a.ids[max(0, place - 2) : place + 6]))} …")
+                for name, what, place in causes
+            ]
+            yield Row([a.ids, b.ids], shown, equal=not causes)
+
+    return report_on(
+        [
+            TokenizerSide(
+                source=str(path),
+                kind="examples",
+                num_tokens=len({token for example in side for token in example.ids}),
+            )
+            for path, side in zip(files, sides, strict=True)
+        ],
+        rows(),
     )
 
 
-def causes_of(
-    by_name: Mapping[str, tuple[list[int], Fact]], excerpts: Mapping[str, str]
-) -> list[TokensCause]:
-    """The most frequent first. ``by_name``: of each cause the numbers of its texts, and what it is
-    in the first of them."""
-    return [
-        TokensCause(
-            name=name,
-            num_texts=len(numbers),
-            first=numbers[0],
-            shown=excerpts[name],
-            facts=[item],
-        )
-        for name, (numbers, item) in sorted(by_name.items(), key=lambda pair: -len(pair[1][0]))
-    ]
+def compare_masks(
+    ids: list[int],
+    a: list[int] | None,
+    b: list[int] | None,
+    named: Callable[[int], str],
+) -> list[tuple[str, Fact, int]]:
+    """How two masks of labels of the same tokens differ: (name, what it is, from which token on).
+    ``named``: what to call a token."""
+    x, y = (
+        _Example(ids, [0, 0], None if mask is None else _masked(ids, mask), 0) for mask in (a, b)
+    )
+    return _labels(x, y, named)
 
 
-def _side(path: Path, examples: list[_Example]) -> TokenizerSide:
-    num = len({token for example in examples for token in example.ids})
-    return TokenizerSide(source=str(path), kind="examples", num_tokens=num)
+def _masked(ids: list[int], mask: list[int]) -> list[int | None]:
+    return [token if on else None for token, on in zip(ids, mask, strict=True)]
 
 
 def _examples(path: Path) -> list[_Example]:
@@ -113,7 +181,7 @@ def _examples(path: Path) -> list[_Example]:
             name = next((name for name in _MASKS if name in item), None)
             chosen = None if name is None else _whole(item, name, where, num)
             if chosen is not None:
-                labels = [token if on else None for token, on in zip(ids, chosen, strict=True)]
+                labels = _masked(ids, chosen)
         outside = [] if labels is None else [*labels[:begin], *labels[end:]]
         examples.append(
             _Example(
@@ -173,7 +241,9 @@ def _ids(a: _Example, b: _Example, longest: list[int]) -> list[tuple[str, Fact, 
     return [("tokens", what, place)]
 
 
-def _labels(a: _Example, b: _Example) -> list[tuple[str, Fact, int]]:
+def _labels(
+    a: _Example, b: _Example, named: Callable[[int], str] = str
+) -> list[tuple[str, Fact, int]]:
     """How labels of the same ids differ, and pads around them."""
     causes: list[tuple[str, Fact, int]] = []
     sides: tuple[tuple[Side, _Example, _Example], ...] = ((SIDES[0], a, b), (SIDES[1], b, a))
@@ -210,7 +280,7 @@ def _labels(a: _Example, b: _Example) -> list[tuple[str, Fact, int]]:
         }
         for where, at in groups.items():
             if at:
-                ids = [str(own.ids[n]) for n in at[:_NAMED]]
+                ids = [named(own.ids[n]) for n in at[:_NAMED]]
                 what = fact(f"tokenizers.labels_{where}", side=side, num=len(at), ids=ids)
                 causes.append((f"labels {where}", what, at[0]))
     if places[0] == places[1]:

@@ -21,6 +21,7 @@ SENTENCES = {
     ),
     "template_blanks": "the templates differ in blanks alone: {reference} against {candidate}",
     "template_ending": "{side:letter}'s template goes on: {text}",
+    "template_beginning": "{side:letter}'s template begins with {text}",
     "template": "the templates render {reference} against {candidate}",
     "normaliser": "the text is normalised otherwise: {reference} against {candidate}",
     "split": "it is split otherwise: {reference:list  | } / {candidate:list  | }",
@@ -28,6 +29,11 @@ SENTENCES = {
     "flag": "the added token {token} has {name} {reference} / {candidate}",
     "merges": "other tokens of the same piece: {reference:list  | } / {candidate:list  | }",
     "ids": "{token} is {reference} on A, {candidate} on B",
+    "truncation": (
+        "with truncation, A keeps {reference:,} tokens{cut:none=|*=, cut off on the {cut}}, and B "
+        "{candidate:,}{candidate_cut:none=|*=, cut off on the {candidate_cut}}"
+    ),
+    "kind": "; {num:,} of the {of:,} texts with {kind}, and no other",
     # what two files of examples hold
     "more": (
         "{side:letter} {end:start=begins|end=ends} with {num:,} {num:plural token} more"

@@ -53,6 +53,8 @@ class Media:
         self._processor: Any = None
         self._lengths: dict[int, int] = {}
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
+        self.notes: list[str] = []
+        """What of the files no model hears."""
         self.settings: dict[str, ConfigValue] = {}
         """The processor's, by dotted key, with its class and the version of Pillow."""
 
@@ -178,6 +180,13 @@ class Media:
                 hint="pictures of one size",
             )
         self._keep(number, output, len(ids))
+        extractor: Any = getattr(processor, "feature_extractor", None)
+        if hasattr(extractor, "n_samples") and (heard := output.get("input_features")) is not None:
+            most, num = heard[:, 0].numel() * extractor.hop_length, sum(map(len, given["audio"]))
+            if num > most:
+                lengths = [f"{value / extractor.sampling_rate:.3g} s" for value in (num, most)]
+                what = f"{lengths[0]} of sound, of which {type(processor).__name__} keeps"
+                self.notes.append(f"prompt {number} has {what} {lengths[1]}")
         return SampleTokens(text=text, prompt_ids=ids, inputs=list(output), media=notes)
 
     def _beside_text(

@@ -339,3 +339,48 @@ def test_what_is_no_file_of_examples_says_so(original, tmp_path):
     for other in (original, files[1]):
         with pytest.raises(UsageError, match="over texts"):
             divergence.compare_tokens(original, other)
+
+
+def test_what_is_cut_off_and_which_texts_are_concerned_is_told(original, changed):
+    """Equal tokens that a limit of one side cuts; and the class that holds the texts of a cause."""
+
+    def limited(folder):
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config |= {"model_max_length": 4, "truncation_side": "left"}
+        file.write_text(json.dumps(config), encoding="utf-8")
+
+    report = divergence.compare_tokens(original, changed(lambda c: None, limited), texts=TEXTS)
+    (cause,) = report.causes
+    assert report.equal and cause.name == "truncation"
+    assert cause.text.endswith("tokens, and B 4, cut off on the left")
+
+
+def test_a_class_of_texts_that_holds_all_of_a_cause_is_named(original, changed):
+    """Digits that are split one by one."""
+
+    def one_by_one(content):
+        parts = [{"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+
+    texts = ["built in 1890", "no 12", "none here", "nor here"]
+    (cause,) = divergence.compare_tokens(original, changed(one_by_one), texts=texts).causes
+    assert cause.text.endswith("; 2 of the 2 texts with digits, and no other")
+
+
+def test_label_masks_of_two_templates_are_compared(original, tmp_path):
+    """{% generation %} that holds the end of an answer on one side alone."""
+    texts = tmp_path / "chats.json"
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    texts.write_text(json.dumps([{"messages": said}]))
+    ends = (
+        "{{ m.content }}<|im_end|>{% endgeneration %}",
+        "{{ m.content }}{% endgeneration %}<|im_end|>",
+    )
+    for name, end in zip("xy", ends, strict=True):
+        shutil.copytree(original, tmp_path / name)
+        template = "{% for m in messages %}{% generation %}" + end + "{% endfor %}"
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+    report = divergence.compare_tokens(tmp_path / "x", tmp_path / "y", texts=texts)
+    assert not report.equal and [cause.name for cause in report.causes][-1] == "labels behind"
+    assert report.causes[-1].text == '1 token more at the end have labels on A: "<|im_end|>"'

@@ -205,39 +205,23 @@ class Advice:
             return []
         made = self._anchoring(()) if a.plan.store != "full" else []
         source, like = (beside(self._a, "-blocks"), a) if made else (self._path, self._source)
-        first, second = source if made else self._a, self._b
+        pair = {"candidate": self._b, "reference": source if made else self._a}
         has_truth = (self._truth is not None or self._carried) and not made
-        if unseen != "reference":
-            second = beside(self._b, "-escalated")
-            made.append(
-                _capture(
-                    b,
-                    like=source,
-                    o=second,
-                    escalate=True,
-                    **self._special(b, like),
-                    note=_ON_CANDIDATE,
-                )
-            )
-        if unseen != "candidate" and not ranks:
-            first = beside(self._a, "-escalated")
-            made.append(
-                _capture(
-                    a,
-                    like=source,
-                    o=first,
-                    escalate=True,
-                    **self._special(a, like),
-                    note=_ON_REFERENCE,
-                )
-            )
+        for side, manifest, path, note in (
+            ("candidate", b, self._b, _ON_CANDIDATE),
+            ("reference", a, self._a, _ON_REFERENCE),
+        ):
+            if unseen in (None, side) and not (ranks and side == "reference"):
+                pair[side] = beside(path, "-escalated")
+                again = {"o": pair[side], "escalate": True, **self._special(manifest, like)}
+                made.append(_capture(manifest, like=source, **again, note=note))
         truth = self._truth
         if not has_truth:
             truth = beside(source, "-truth")
             made.append(command("truth", source, o=truth, note=_ON_REFERENCE))
-        elif self._carried and source not in (first, second):
+        elif self._carried and source not in pair.values():
             truth = source
-        return [*made, command("compare", first, second, truth=truth)]
+        return [*made, command("compare", pair["reference"], pair["candidate"], truth=truth)]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[Command]:
         """The operator by itself, as a script for whoever made it."""

@@ -258,19 +258,19 @@ class Pieces:
         return record if run is self.reference else None
 
     def _base(self, pair: Pair) -> tuple[Run, Record | None, Piece]:
-        reference_record, candidate_record = pair.reference.record, pair.candidate.record
-        run, other, piece = self.reference, reference_record, pair.reference
+        run, piece = self.reference, pair.reference
         if pair.pass_ != "free" and self._inputs is not None:
             run = self._inputs
-            if run is self.candidate:
-                other, piece = candidate_record, pair.candidate
+            piece = pair.candidate if run is self.candidate else piece
+        other = piece.record
         site = other.site.rpartition(":")[0] + ":in"
         record = run.find(("free", other.sample, other.step, site))
-        if record is None or record.shape != other.shape or record.positions != other.positions:
-            return run, None, piece
-        if format_named(record.dtype).kind != "float":
-            return run, None, piece
-        return run, record, piece
+        fits = (
+            record is not None
+            and (record.shape, record.positions) == (other.shape, other.positions)
+            and format_named(record.dtype).kind == "float"
+        )
+        return run, record if fits else None, piece
 
     def row_mask(self, piece: Piece, shape: Sequence[int]) -> np.ndarray | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
@@ -505,9 +505,7 @@ def _simplest(prefix: str) -> tuple[int, str]:
 def _by_rest(sites: set[str]) -> dict[str, list[str]]:
     """Return what is left of the sites without a prefix, with the prefixes worth trying that they
     have: '', 'model.', 'model.language_model.' …"""
-    holds: Counter[str] = Counter()
-    for site in sites:
-        holds.update(_prefixes(site))
+    holds = Counter(prefix for site in sites for prefix in _prefixes(site))
     kept = set(sorted(holds, key=lambda head: (-holds[head], *_simplest(head)))[:_MAX_PREFIXES])
     rests: dict[str, list[str]] = {}
     for site in sites:
@@ -520,14 +518,8 @@ def _by_rest(sites: set[str]) -> dict[str, list[str]]:
 def _prefixes(site: str) -> list[str]:
     """Up to three leading components of the path; a number is none to end with."""
     parts = module_of(site).split(".", 4)
-    return [
-        "",
-        *(
-            ".".join(parts[:count]) + "."
-            for count in range(1, min(3, len(parts) - 1) + 1)
-            if not parts[count - 1].isdigit()
-        ),
-    ]
+    ends = (n for n in range(1, min(4, len(parts))) if not parts[n - 1].isdigit())
+    return ["", *(".".join(parts[:n]) + "." for n in ends)]
 
 
 # Alignment: which tensor of one run belongs to which of the other.
@@ -649,7 +641,15 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         if key[0] in compared and key[1:] not in keys_a
     ]
     return Alignment(
-        pairs=sorted(pairs, key=_order),
+        pairs=sorted(
+            pairs,
+            key=lambda pair: (
+                pair.pass_ == "free",
+                pair.reference.sample,
+                pair.reference.record.step,
+                pair.reference.record.order,
+            ),
+        ),
         only_reference=only_reference,
         only_candidate=only_candidate,
         skipped=skipped,
@@ -667,9 +667,7 @@ def renaming(
     if name_map is not None:
         return name_map, None
     names_a, names_b = site_names(reference.records), site_names(candidate.records)
-    prefix = None
-    if not (names_a <= names_b or names_b <= names_a):
-        prefix = find_prefix(names_a, names_b)
+    prefix = find_prefix(names_a, names_b)
     if prefix is None:
         return lambda site: site, None
     own, other = prefix
@@ -682,11 +680,6 @@ def renaming(
     return rename, prefix
 
 
-def _order(pair: Pair) -> tuple[bool, int, int, int]:
-    record = pair.reference.record
-    return (pair.pass_ == "free", pair.reference.sample, record.step, record.order)
-
-
 def _reasons(run: Run) -> dict[Coordinates, Fact]:
     """Say why tensors of a run's ranks make no whole, in the words of who put them together."""
     unmade: dict[Coordinates, str] = getattr(run, "unmade", {})
@@ -697,8 +690,7 @@ def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[s
     """Lists (name of the comparison, reference's pass, candidate's pass) of all that are compared
     tensor by tensor; the escalated pass is measured apart (measure.pairs)."""
     anchored = anchored_passes(a, b, notes)
-    passes = [] if anchored is None else [("anchored", *anchored)]
-    return [*passes, ("free", "free", "free")]
+    return [*([("anchored", *anchored)] if anchored else []), ("free", "free", "free")]
 
 
 def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
@@ -773,19 +765,9 @@ def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> Fact:
     num = len(samples[sample].generated_ids) if sample < len(samples) else 0
     if 0 < num <= step and num < manifest.settings.max_new_tokens:
         return fact("align.prompt_ended", side=side, sample=sample, num_tokens=num)
-    return _NO_PARTNER
+    return fact("align.no_partner")
 
 
-_NO_PARTNER = fact("align.no_partner")
-
-
-_GIVEN = fact("align.given")
-_CLOSER = fact("align.closer")
-_BY_DIGEST = fact("align.by_digest")
-_ALONE = fact("align.whole_alone")
-_NOT_WIDENED = fact("align.not_widened")
-_NO_ANCHOR = fact("align.no_anchored_operators")
-_OTHER_CALLS = fact("align.other_calls")
 UNACCOUNTED = fact("align.unaccounted")
 
 
@@ -846,8 +828,7 @@ def account(
     ledger.operators()
     ledger.candidate_alone()
     rows = [row.result() for row in ledger.rows.values() if row.counts]
-    done = replace(alignment, only_reference=[*alignment.only_reference, *ledger.missing])
-    return done, rows
+    return replace(alignment, only_reference=[*alignment.only_reference, *ledger.missing]), rows
 
 
 def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
@@ -902,21 +883,22 @@ class _Ledger:
         """The candidate's, asked for where the reference's are not all paired."""
         return {} if self._replays else indexed(self._b, split=self._split)
 
-    @functools.cached_property
-    def _forwards(self) -> set[tuple[str, int, int]]:
-        return {key[:3] for key in self._theirs}
-
     def tensors(self) -> None:
         """Tensors of modules in the passes that are compared one by one."""
         pieces = {} if self._replays else indexed(self._a, split=self._split)
-        paired = {_key(pair.pass_, pair.reference): pair for pair in self._alignment.pairs}
-        alone = {_key_of(item): item for item in self._alignment.only_reference}
-        skipped = {
-            _key_of(item): item for item in self._alignment.skipped if item.side != "candidate"
+        paired = {
+            (pair.pass_, piece.sample, piece.record.step, piece.record.site): pair
+            for pair in self._alignment.pairs
+            for piece in (pair.reference,)
         }
+        alone, skipped = (
+            {(x.pass_, x.sample, x.step, x.site): x for x in items if x.side != "candidate"}
+            for items in (self._alignment.only_reference, self._alignment.skipped)
+        )
         for label, ours_in, theirs_in in self._passes:
             row = self._row(label, "tensors")
             again = (ours_in, theirs_in) == ("free", "anchored")
+            forwards = {key[:3] for key in self._theirs} if again else set()
             num_paired = num_empty = 0
             for found_in, sample, step, site in pieces:
                 if found_in != ours_in:
@@ -925,14 +907,14 @@ class _Ledger:
                 if (pair := paired.pop(key, None)) is not None:
                     is_empty = _is_empty(pair.reference, pair.candidate)
                     num_empty, num_paired = num_empty + is_empty, num_paired + 1
-                elif again and (theirs_in, sample, step) not in self._forwards:
+                elif again and (theirs_in, sample, step) not in forwards:
                     continue  # no anchor reached it: judged in the free pass
                 elif key in alone:
                     row.add("missing", alone[key].why)
                 elif key in skipped:
                     row.add("skipped", skipped.pop(key).why)
                 elif theirs_in == "anchored" and is_given(self._a.manifest, site):
-                    row.add("elsewhere", _GIVEN)
+                    row.add("elsewhere", fact("align.given"))
                 else:
                     is_partner = (theirs_in, sample, step, self._rename(site)) in self._theirs
                     absent = fact("align.not_in_pass", pass_=theirs_in)
@@ -960,26 +942,26 @@ class _Ledger:
                 continue
             row = self._row(pass_, "tensors")
             if kind == "weight":
-                row.add("elsewhere", _BY_DIGEST)
+                row.add("elsewhere", fact("align.by_digest"))
             elif self._replays:
                 row.add("missing", fact("align.replay_has_operators_alone"))
             elif kind == "whole":
                 if ("whole", sample, step, self._rename(site)) in whole:
-                    row.add("elsewhere", _ALONE)
+                    row.add("elsewhere", fact("align.whole_alone"))
                 else:
                     self._lack(row, record.coordinates, fact("align.no_whole_pass"))
             elif pass_ == "escalated":
                 if {(sample, step, site), (sample, step, self._rename(site))} & judged:
                     row.add("compared")
                 elif format_named(record.dtype).kind != "float":
-                    row.add("elsewhere", _NOT_WIDENED)
+                    row.add("elsewhere", fact("align.not_widened"))
                 elif "escalated" in b.plan.passes:
                     self._lack(row, record.coordinates, fact("align.other_escalated_inputs"))
                 else:
                     reason = fact("align.no_such_pass", pass_=pass_, other_inputs=False)
                     self._lack(row, record.coordinates, reason)
             elif b.plan.anchored_to == a.id:
-                row.add("elsewhere", _CLOSER)
+                row.add("elsewhere", fact("align.closer"))
             else:
                 other_inputs = pass_ in b.plan.passes
                 reason = fact("align.no_such_pass", pass_=pass_, other_inputs=other_inputs)
@@ -1007,11 +989,11 @@ class _Ledger:
             other = partners.get(record.pass_)
             caller = self._rename(f"{_caller(record)}:out").rpartition(":")[0]
             if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
-                row.add("elsewhere", _CLOSER)
+                row.add("elsewhere", fact("align.closer"))
             elif other is None and record.pass_ == "free" and self._operators is not None:
                 row.add("elsewhere", fact("align.in_anchored_pass"))
             elif other is None:
-                self._lack(row, record.coordinates, _NO_ANCHOR)
+                self._lack(row, record.coordinates, fact("align.no_anchored_operators"))
             elif (other, record.sample, record.step, caller) not in callers:
                 reason = fact("align.no_operator_of", module=caller, pass_=other)
                 self._lack(row, record.coordinates, reason)
@@ -1019,7 +1001,7 @@ class _Ledger:
                 self._lack(row, record.coordinates, fact("align.operators_not_compared"))
             else:
                 own = record.site.rpartition(":")[0] in lone
-                row.add("elsewhere" if own else "compared", _OTHER_CALLS)
+                row.add("elsewhere" if own else "compared", fact("align.other_calls"))
 
     def candidate_alone(self) -> None:
         """Sites of modules that the reference has not, though it was asked to record them."""
@@ -1059,14 +1041,6 @@ def _selects(sites: Sequence[str], others: Sequence[str]) -> Callable[[str, Modu
 
 def _caller(record: Record) -> str:
     return record.site.rpartition(":")[0].rpartition("/")[0]
-
-
-def _key(pass_: str, piece: Piece) -> Coordinates:
-    return (pass_, piece.sample, piece.record.step, piece.record.site)
-
-
-def _key_of(item: Skipped) -> Coordinates:
-    return (item.pass_, item.sample, item.step, item.site)
 
 
 def run_notes(a: Run, b: Run, alignment: Alignment) -> list[Fact]:

@@ -113,9 +113,14 @@ def compare(
     a = opened(reference)
     # one run: by itself, or its decode steps against its pass over the whole sequence
     if candidate is None:
-        from divergence.comparison.within import check_alone, compare_within, explain_within
+        from divergence.comparison.within import compare_within, explain_within
 
-        check_alone(truth=truth, floor=floor, name_map=name_map)
+        given = {"--truth": truth, "--floor": floor, "--map": name_map}
+        if for_two := [option for option, value in given.items() if value]:
+            raise UsageError(
+                f"{' and '.join(for_two)} belongs to a comparison of two runs, and there is one",
+                hint="divergence compare A B, or leave it out",
+            )
         if (report_alone := whole_report("alone", "report_alone", a)) is not None:
             return report_alone(a, progress=progress)
         return explain_within(report_on(compare_within(a, thresholds, measuring), ("blocks",)))
@@ -148,20 +153,14 @@ def compare(
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
 
-    def measured_beside(candidate: Run, measuring: Measuring) -> Measured:
-        return measure_runs(
-            a,
-            candidate,
-            lines,
-            names=names,
-            truth=truth,
-            floor=floor,
-            thresholds=thresholds,
-            measuring=measuring,
-        )
-
     # every pair of tensors, then the questions and the one decision
-    measured = measured_beside(b, measuring)
+    options: dict[str, Any] = {
+        "names": names,
+        "truth": truth,
+        "floor": floor,
+        "thresholds": thresholds,
+    }
+    measured = measure_runs(a, b, lines, **options, measuring=measuring)
     report = report_on(measured)
     # may the same model be written otherwise? Then what the form explains is taken off first
     if report.verdict.kind in ("localized", "systematic", "drift"):
@@ -170,9 +169,8 @@ def compare(
         free = freed(measured, report)
         if free is not None:
             # it lies in the memory of this process
-            measured = measured_beside(
-                free.candidate, replace(measuring, measure=None, progress=None)
-            )
+            own = replace(measuring, measure=None, progress=None)
+            measured = measure_runs(a, free.candidate, lines, **options, measuring=own)
             report = free.report(report, report_on(measured), thresholds)
     # what trusted runs did to the limits; and of a truth, or of one run twice, what that is worth
     if floor:
@@ -180,7 +178,13 @@ def compare(
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         report = replaced(report, remarks=[*report.remarks, *notes])
-    return _one_run_report(_truth_report(report, a, b), a)
+    truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
+    if truths[0] != truths[1]:  # it judges other runs, and none is captured like it
+        pair, judge = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
+        note = fact("truth_judges_two") if truths[0] else ""
+        judged = command("compare", *pair, truth=judge, note=note)
+        report = replaced(report, verdict=replaced(report.verdict, commands=[judged]))
+    return _one_run_report(report, a)
 
 
 def measure_runs(
@@ -366,17 +370,6 @@ def _one_run_report(report: Report, a: Run) -> Report:
         commands=[again] if a.manifest.can_be_repeated else [],
     )
     return replaced(report, verdict=verdict)
-
-
-def _truth_report(report: Report, a: Run, b: Run) -> Report:
-    """The report, where one side is a truth: it judges other runs, and none is captured like it."""
-    truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
-    if truths[0] == truths[1]:
-        return report
-    pair, truth = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
-    note = fact("truth_judges_two") if truths[0] else ""
-    judged = command("compare", *pair, truth=truth, note=note)
-    return replaced(report, verdict=replaced(report.verdict, commands=[judged]))
 
 
 def _incomparable(

@@ -135,7 +135,20 @@ def decide(
         if f.accumulated_at and all(step < only_rounds.get(at, 0) for at, step in f.accumulated_at)
     ]
     convicting = [finding for finding in convicting if finding not in enlarged]
-    first = min(convicting, key=lambda f: _precedence_of(f, convicting), default=None)
+
+    def precedence(finding: Finding) -> tuple[int, tuple[int, int, int], bool]:
+        """By the precedence of its claim, then when it happens."""
+        own = claim_named(finding.claim).precedence
+        # What lies between modules is seen in free runs; beside what was seen in equal inputs it
+        # comes later.
+        if finding.claim == "error_between" and not any(
+            other.equal_inputs and claim_named(other.claim).precedence < own for other in convicting
+        ):
+            own = _SEEN_IN_EQUAL_INPUTS
+        # at one place, what is exact comes before what is measured
+        return own, finding.place or _FIRST, finding.claim in _MADE
+
+    first = min(convicting, key=precedence, default=None)
     verdict, place, flags = None, None, frozenset[SiteKey]()
     if first is not None:
         verdict = _verdict_of(first)
@@ -220,20 +233,6 @@ def claim_named(name: str) -> Claim:
     """Raises KeyError for one that may be no verdict."""
     claim: Claim = (CLAIMS | added("claims"))[name]
     return claim
-
-
-def _precedence_of(
-    finding: Finding, others: Sequence[Finding]
-) -> tuple[int, tuple[int, int, int], bool]:
-    """By the precedence of its claim, then when it happens. What lies between modules is seen in
-    free runs; beside what was seen in equal inputs it comes later."""
-    precedence = claim_named(finding.claim).precedence
-    if finding.claim == "error_between" and not any(
-        other.equal_inputs and claim_named(other.claim).precedence < precedence for other in others
-    ):
-        precedence = _SEEN_IN_EQUAL_INPUTS
-    # at one place, what is exact comes before what is measured
-    return precedence, finding.place or _FIRST, finding.claim in _MADE
 
 
 def _verdict_of(finding: Finding) -> Verdict:

@@ -380,20 +380,16 @@ class Routing:
         block = _block_of(module_of(record.site), routed_blocks(run.manifest))
         return choices.get((*kind, record.pass_, record.sample, record.step, block), [])
 
-    def _rows(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
-        """(T, k): the experts of the piece's tokens, in ascending order."""
-        tensor = self._tensor(run, choice)
-        if tensor is None:
-            return None
-        return _piece_rows(tensor, choice, run.manifest, piece)
-
-    def _logits(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
-        """(T, E) of the router beside the experts that were chosen."""
-        record = self._router_of(run, choice)
+    def _rows(self, run: Run, record: Record | None, piece: Piece) -> np.ndarray | None:
+        """The piece's tokens' rows of a choice (T, k), or of a router's logits (T, E)."""
         tensor = None if record is None else self._tensor(run, record)
         if record is None or tensor is None:
             return None
         return _piece_rows(tensor, record, run.manifest, piece)
+
+    def _logits(self, run: Run, choice: Record, piece: Piece) -> np.ndarray | None:
+        """(T, E) of the router beside the experts that were chosen."""
+        return self._rows(run, self._router_of(run, choice), piece)
 
     def _router_of(self, run: Run, choice: Record) -> Record | None:
         """The logits that the choice was made of."""

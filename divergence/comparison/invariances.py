@@ -86,14 +86,8 @@ class Freed:
             return before
         headline = list(verdict.headline)
         if verdict.kind == "drift":
-            end = max(
-                (
-                    site.token_rel_l2_max or 0.0
-                    for site in after.sites
-                    if site.pass_ == "free" and site.role in ("block", "trunk")
-                ),
-                default=0.0,
-            )
+            free = (s for s in after.sites if s.pass_ == "free" and s.role in ("block", "trunk"))
+            end = max((site.token_rel_l2_max or 0.0 for site in free), default=0.0)
             if not end <= thresholds.free_gain * self.rounding:
                 return before
             checks = [check("anchored", True), check("free_runs", False, fact("angles_round_more"))]
@@ -128,18 +122,9 @@ class Freed:
             evidence = [*self.facts, *verdict.evidence]
         verdict_told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
-        judged = (
-            "floor",
-            "ratio",
-            "ratio_max",
-            "ratio_sink",
-            "prompts",
-            "limit",
-            "limit_usage",
-            "usage",
-            "flagged",
-            "truth",
-        )
+        judged = """
+            floor ratio ratio_max ratio_sink prompts limit limit_usage usage flagged truth
+        """.split()
         results: list[SiteResult] = []
         for site in after.sites:
             is_changed = (site.pass_, site.sample, site.step, site.site) in self.places
@@ -164,14 +149,8 @@ def freed(measured: Measured, report: Report) -> Freed | None:
     sites = {site.site for site in report.sites if site.flagged}
     if report.verdict.onset is not None:
         sites.add(report.verdict.onset.site)
-    if report.verdict.kind not in ("localized", "systematic", "drift"):
-        return None
-    forms = [
-        form
-        for look in (_constant_of_rows, _turned_tables)
-        if (form := look(measured, sites)) is not None
-    ]
-    forms += _taken_back(measured, report)
+    looks = (_constant_of_rows(measured, sites), _turned_tables(measured, sites))
+    forms = [*filter(None, looks), *_taken_back(measured, report)]
     if not forms:
         return None
     changed = {place: change for form in forms for place, change in form.changed.items()}

@@ -392,15 +392,7 @@ def media_lines(a: Run, b: Run) -> list[PreflightLine]:
     if not any(tensors):
         return []
     shown = [
-        sentence(
-            fact(
-                "preflight.media",
-                num=sum(len(sample.media) for sample in run.manifest.tokens.samples),
-                digest=digest_many((f"{n} {site}", str(r.xxh3)) for (n, site), r in own.items())[
-                    :12
-                ],
-            )
-        )
+        _inputs_text("media", sum(len(sample.media) for sample in run.manifest.tokens.samples), own)
         for run, own in zip((a, b), tensors, strict=True)
     ]
     tensors_a, tensors_b = tensors
@@ -419,6 +411,12 @@ def media_lines(a: Run, b: Run) -> list[PreflightLine]:
         cause=_media_cause(a, b, sample),
     )
     return [_same(MEDIA, shown[0], shown[1], detail, status="blocking")]
+
+
+def _inputs_text(code: str, num: int, tensors: Mapping[tuple[int, str], Record]) -> str:
+    """Say how many inputs a side has, and by which digest they are told from others."""
+    digest = digest_many((f"{n} {name}", str(r.xxh3)) for (n, name), r in tensors.items())
+    return sentence(fact(f"preflight.{code}", num=num, digest=digest[:12]))
 
 
 def _media_cause(a: Run, b: Run, number: int) -> Fact:
@@ -485,18 +483,7 @@ def input_lines(a: Run, b: Run) -> list[PreflightLine]:
         num_more=len(differing) - 1,
         rounded=not other,
     )
-    shown = [
-        sentence(
-            fact(
-                "preflight.inputs",
-                num=len(side),
-                digest=digest_many((f"{n} {port}", str(r.xxh3)) for (n, port), r in side.items())[
-                    :12
-                ],
-            )
-        )
-        for side in tensors
-    ]
+    shown = [_inputs_text("inputs", len(side), side) for side in tensors]
     status: PreflightStatus = "blocking" if other else "differs" if near else "same"
     return [_same(GIVEN, shown[0], shown[1], detail if differing else None, status=status)]
 
@@ -567,13 +554,7 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     if differences := code_differences(a, b):
         texts = difference_texts(differences, a, b)
         details = [fact("preflight.code_differences", differences=texts)]
-    return PreflightLine(
-        check="code",
-        status="differs" if details else "same",
-        reference=sentence(shown[0]),
-        candidate=sentence(shown[1]),
-        details=details,
-    )
+    return _same("code", *map(sentence, shown), *details, same=not details)
 
 
 def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[Fact]:
@@ -645,7 +626,16 @@ def _class_differences(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifferen
         add("compiled", name=name, reference=a.compiled or None, candidate=b.compiled or None)
     if differences:
         return differences
-    names = _functions(a, b)
+    # functions whose code differs; those that one side alone has count where they are no choice
+    # among implementations
+    names = [
+        function
+        for function in {**a.functions, **b.functions}
+        if a.functions.get(function) != b.functions.get(function)
+        and not (
+            function.endswith("]") and (function not in a.functions or function not in b.functions)
+        )
+    ]
     if a.digest != b.digest or odd or names:
         replaced = a.replaced[0] if a.replaced and b.replaced else None
         add(
@@ -687,18 +677,6 @@ def _other_numbers(
         if len(paths) or (first.value, second.value) != (first.at(path), second.at(path)):
             paths.append(path)
     return {values: paths for values, paths in differing.items() if values[0] != values[1]}
-
-
-def _functions(a: CodeNote, b: CodeNote) -> list[str]:
-    """Functions whose code differs; those that one side alone has count where they are no choice
-    among implementations."""
-    names = [*a.functions, *(name for name in b.functions if name not in a.functions)]
-    return [
-        name
-        for name in names
-        if a.functions.get(name) != b.functions.get(name)
-        and not (name.endswith("]") and (name not in a.functions or name not in b.functions))
-    ]
 
 
 def _wrappers(note: CodeNote) -> list[str]:

@@ -98,14 +98,8 @@ def widening_notes(
     if not factors:
         return [fact("measure.none_widened", runs=num_runs)]
     (pass_, site, phase), most = max(factors.items(), key=lambda item: item[1])
-    limit = next(
-        (
-            s.limit
-            for s in sites
-            if s.site == site and s.pass_ == pass_ and s.limit is not None and s.phase == phase
-        ),
-        None,
-    )
+    here = (s.limit for s in sites if (s.pass_, s.site, s.phase) == (pass_, site, phase))
+    limit = next((limit for limit in here if limit is not None), None)
     return [
         fact(
             "measure.widened",

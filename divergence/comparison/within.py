@@ -32,17 +32,6 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 
 
-def check_alone(*, truth: object, floor: object, name_map: object) -> None:
-    """Raise UsageError for what only a comparison of two runs can use."""
-    given = {"--truth": truth, "--floor": floor, "--map": name_map}
-    named = [name for name, value in given.items() if value]
-    if named:
-        raise UsageError(
-            f"{' and '.join(named)} belongs to a comparison of two runs, and there is one",
-            hint="divergence compare A B, or leave it out",
-        )
-
-
 def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Measured:
     """Measure each decode step's rows against the whole pass's rows of the same tokens.
 

@@ -34,7 +34,7 @@ from typing import Any
 from divergence.comparison.align import Pair
 from divergence.comparison.measure.pairs import Measurer, Measuring, measure_pairs, measuring_on
 from divergence.comparison.measure.rating import PairNumbers
-from divergence.errors import DivergenceError, FaultError, UsageError
+from divergence.errors import DivergenceError, FaultError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.words import Progress, silent
@@ -76,7 +76,7 @@ def shared_with_ranks(device: str = "cpu") -> Iterator[Measuring | None]:
             dist.init_process_group("gloo", timeout=TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise UsageError(
-                f"the processes cannot be connected: {_first_line(error)}",
+                f"the processes cannot be connected: {first_line(error)}",
                 hint="start them by torchrun --nproc-per-node N -m divergence compare A B",
             ) from error
     try:
@@ -148,7 +148,9 @@ class _Ranks:
             shares[owner].append(pair)
         for rank in range(1, self._size):
             if shares[rank]:
-                self._send(_packed((measurer, shares[rank])), rank)
+                job = io.BytesIO()
+                _Pickler(job, protocol=pickle.HIGHEST_PROTOCOL).dump((measurer, shares[rank]))
+                self._send(job.getvalue(), rank)
                 self._busy.add(rank)
         sources = [iter(measure_pairs(measurer, shares[0]))]
         sources += [self._found_by(rank) for rank in range(1, self._size)]
@@ -221,7 +223,7 @@ def _batches(
     batch: list[PairNumbers | None] = []
     try:
         try:
-            measurer, pairs = _unpacked(job, runs)
+            measurer, pairs = _Unpickler(io.BytesIO(job), runs).load()
         except DivergenceError as error:
             raise type(error)(
                 error.message,
@@ -239,7 +241,7 @@ def _batches(
     except DivergenceError as error:
         yield batch, error, False
     except Exception as error:
-        fault = FaultError(f"rank {rank}: {type(error).__name__}: {_first_line(error)}")
+        fault = FaultError(f"rank {rank}: {type(error).__name__}: {first_line(error)}")
         fault.add_note(traceback.format_exc())  # -v shows it
         yield batch, fault, False
     else:
@@ -274,22 +276,8 @@ class _Unpickler(pickle.Unpickler):
         return self._runs[named]
 
 
-def _packed(job: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(job)
-    return file.getvalue()
-
-
-def _unpacked(data: bytes, runs: dict[tuple[object, ...], Run]) -> Any:
-    return _Unpickler(io.BytesIO(data), runs).load()
-
-
 def _lost(rank: int, error: Exception) -> _GoneError:
     return _GoneError(
-        f"rank {rank} is gone: {_first_line(error)}",
+        f"rank {rank} is gone: {first_line(error)}",
         hint="its own last words, or torchrun's, say why; a killed process had too little memory",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -24,7 +24,7 @@ INSIDE = {
         analyses.operators.measure analyses.operators.operands analyses.precision.audit
         analyses.tokens.find comparison.align comparison.arithmetic comparison.calls
         comparison.decide comparison.experts comparison.judge comparison.measure.pairs
-        comparison.measure.rating comparison.preflight comparison.truths
+        comparison.measure.rating comparison.measure.truth comparison.preflight
         domains.collectives.compare domains.collectives.orders domains.collectives.recorded
         domains.collectives.result domains.logprobs.compare domains.probe.find
         domains.scores.joining domains.scores.judging domains.scores.rows domains.suite.compare

@@ -883,6 +883,10 @@ class _Ledger:
         """The candidate's, asked for where the reference's are not all paired."""
         return {} if self._replays else indexed(self._b, split=self._split)
 
+    @functools.cached_property
+    def _forwards(self) -> set[tuple[str, int, int]]:
+        return {key[:3] for key in self._theirs}
+
     def tensors(self) -> None:
         """Tensors of modules in the passes that are compared one by one."""
         pieces = {} if self._replays else indexed(self._a, split=self._split)
@@ -898,7 +902,6 @@ class _Ledger:
         for label, ours_in, theirs_in in self._passes:
             row = self._row(label, "tensors")
             again = (ours_in, theirs_in) == ("free", "anchored")
-            forwards = {key[:3] for key in self._theirs} if again else set()
             num_paired = num_empty = 0
             for found_in, sample, step, site in pieces:
                 if found_in != ours_in:
@@ -907,7 +910,7 @@ class _Ledger:
                 if (pair := paired.pop(key, None)) is not None:
                     is_empty = _is_empty(pair.reference, pair.candidate)
                     num_empty, num_paired = num_empty + is_empty, num_paired + 1
-                elif again and (theirs_in, sample, step) not in forwards:
+                elif again and (theirs_in, sample, step) not in self._forwards:
                     continue  # no anchor reached it: judged in the free pass
                 elif key in alone:
                     row.add("missing", alone[key].why)

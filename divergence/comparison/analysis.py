@@ -60,16 +60,7 @@ if TYPE_CHECKING:
     from divergence.run.manifest import Manifest
     from divergence.run.reader import Run
 
-ANALYSES = (
-    "blocks",
-    "tokens",
-    "ends",
-    "experts",
-    "operators",
-    "precision",
-    "ranks",
-    "code",
-)
+ANALYSES = ("blocks", "tokens", "ends", "experts", "operators", "precision", "ranks", "code")
 """Folders of divergence.analyses, in the order in which they are asked. What has no sites is
 compared by its own analysis alone (``whole_report``)."""
 

@@ -149,7 +149,7 @@ NEAR_WEIGHTS_DISTANCE = 0.25
 NEAR_TABLES_DISTANCE = 2.0**-18
 """Relative: powers and cosines differ by some ulps of float32 from library to library."""
 
-# Whose a truth is (comparison.truths).
+# Whose a truth is (measure.truth).
 
 SHARP_TIMES = 64.0
 """How much wider than the rounding model two float64 runs may differ."""

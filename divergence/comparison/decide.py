@@ -348,11 +348,7 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
             for command in verdict.commands
             if command.name != "localize"
         ],
-        evidence=[
-            fact("levels_blame_apart", levels=levels),
-            *verdict.evidence,
-            *finding.evidence,
-        ],
+        evidence=[fact("levels_blame_apart", levels=levels), *verdict.evidence, *finding.evidence],
     )
 
 

@@ -122,9 +122,18 @@ class Freed:
             evidence = [*self.facts, *verdict.evidence]
         verdict_told = replace(verdict, headline=headline, evidence=evidence)
         own = {site.key: site for site in before.sites}
-        judged = """
-            floor ratio ratio_max ratio_sink prompts limit limit_usage usage flagged truth
-        """.split()
+        judged = (
+            "floor",
+            "ratio",
+            "ratio_max",
+            "ratio_sink",
+            "prompts",
+            "limit",
+            "limit_usage",
+            "usage",
+            "flagged",
+            "truth",
+        )
         results: list[SiteResult] = []
         for site in after.sites:
             is_changed = (site.pass_, site.sample, site.step, site.site) in self.places

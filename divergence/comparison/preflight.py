@@ -554,7 +554,8 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     if differences := code_differences(a, b):
         texts = difference_texts(differences, a, b)
         details = [fact("preflight.code_differences", differences=texts)]
-    return _same("code", *map(sentence, shown), *details, same=not details)
+    reference, candidate = map(sentence, shown)
+    return _same("code", reference, candidate, *details, same=not details)
 
 
 def difference_texts(differences: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[Fact]:
@@ -1515,10 +1516,7 @@ def weight_causes(a: ModelIdentity, b: ModelIdentity, *, guess: bool = True) -> 
                     merged="merged" in method,
                 )
             )
-    rows = (
-        ("embedding", a.embedding_rows, b.embedding_rows),
-        ("head", a.head_rows, b.head_rows),
-    )
+    rows = (("embedding", a.embedding_rows, b.embedding_rows), ("head", a.head_rows, b.head_rows))
     for what, ours, others in rows:
         if ours is not None and others is not None and ours != others:
             sizes = {a.tokenizer_size, b.tokenizer_size} - {None}

@@ -27,13 +27,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.errors import DivergenceError, FaultError, RunExistsError, UsageError, check_process
 from divergence.facts import fact, sentence
 from divergence.output import output_folder, write_output
-from divergence.run.command import (
-    command_line,
-    command_words,
-    quoted,
-    quoted_words,
-    split_words,
-)
+from divergence.run.command import command_line, command_words, quoted, quoted_words, split_words
 from divergence.run.site import near_names
 from divergence.words import HEADLINES, Progress, letter, silent
 
@@ -560,10 +554,7 @@ class _Steps:
             process, line = ready[0][1], (json.dumps(words[3:]) + "\n").encode()
         else:
             process = subprocess.Popen(
-                words,
-                env=self._environment(side),
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors(),
+                words, env=self._environment(side), stdout=subprocess.DEVNULL, stderr=self._errors()
             )
         try:
             answer, errors = process.communicate(line)

@@ -43,7 +43,7 @@ from divergence.run.command import command_line
 from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 from divergence.run.site import module_of, split_site
-from divergence.words import Progress, Side
+from divergence.words import Progress, Side, other_side
 
 
 @dataclass(slots=True)
@@ -77,7 +77,6 @@ class Injection:
         return wide.to(tensor.dtype).to(tensor.device)
 
 
-_OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
 _SAME = 0.1  # of what is explained: the share is told to a tenth
 
 
@@ -116,7 +115,7 @@ def explain_token(
     if place is None or row_a is None or row_b is None:
         return _noted(report, fact("experiments.no_logits"))
     guilty: Side = "reference" if report.verdict.side == "reference" else "candidate"
-    healthy = _OTHER[guilty]
+    healthy = other_side(guilty)
     own = a if healthy == "reference" else b
     group = next(group for group in own.manifest.tokens.groups if place[0] in group)
     sites, flagged = _sites(report)

@@ -99,30 +99,21 @@ def variations(base: Run) -> list[Variation]:
     other_threads = 1 if num_threads > 1 else len(os.sched_getaffinity(0))
     on_cpu = manifest.environment.device_type == "cpu"
     decodes = task == "causal-lm"
-    no_steps = no_chunks = None
-    if not decodes:
-        no_steps, no_chunks = _obstacle("stepwise", task=task), _obstacle("in_chunks", task=task)
-    else:
-        if all(len(sample.generated_ids) < 2 for sample in samples):
-            no_steps = _obstacle("decoded")
-        if min(lengths) < 2:
-            no_chunks = _obstacle("one_token")
     batches, place, mates = _batches(len(samples))
     padded = len(set(lengths)) > 1
     chunk = max(1, min(lengths) // 3)
     pads = min(_MOST_PADS, max(lengths))
-    few = None if len(samples) > 1 else _obstacle("one_prompt")
-    no_threads = no_compiler = no_attention = no_left = no_mates = None
-    if not on_cpu or other_threads == num_threads:
-        no_threads = _obstacle("one_core" if on_cpu else "off_cpu")
-    if on_cpu and not (shutil.which("g++") or shutil.which("clang++")):
-        no_compiler = _obstacle("no_compiler")
-    if not manifest.model.attn_implementation:
-        no_attention = _obstacle("no_attention")
-    if not decodes:
-        no_left = _obstacle("padded_right", task=task)
-    if len(samples) < 4:
-        no_mates = _obstacle("too_few_prompts")
+    # why a way cannot be gone
+    steps = any(len(sample.generated_ids) > 1 for sample in samples)
+    no_steps = _unless(decodes, "stepwise", task=task) or _unless(steps, "decoded")
+    no_chunks = _unless(decodes, "in_chunks", task=task) or _unless(min(lengths) > 1, "one_token")
+    few = _unless(len(samples) > 1, "one_prompt")
+    no_mates = _unless(len(samples) > 3, "too_few_prompts")
+    no_threads = _unless(on_cpu, "off_cpu") or _unless(other_threads != num_threads, "one_core")
+    compiles = not on_cpu or shutil.which("g++") or shutil.which("clang++")
+    no_compiler = _unless(compiles, "no_compiler")
+    no_attention = _unless(manifest.model.attn_implementation, "no_attention")
+    no_left = _unless(decodes, "padded_right", task=task)
 
     def way(
         name: str,
@@ -164,8 +155,9 @@ def variations(base: Run) -> list[Variation]:
     ]
 
 
-def _obstacle(code: str, **values: Any) -> Fact:
-    return fact(f"experiments.no_way_{code}", **values)
+def _unless(possible: object, code: str, **values: Any) -> Fact | None:
+    """Say why a way of running cannot be tried; None where it is possible."""
+    return None if possible else fact(f"experiments.no_way_{code}", **values)
 
 
 def _batches(num: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:

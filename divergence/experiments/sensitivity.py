@@ -291,11 +291,8 @@ class SensitivityTrials:
         """The anchored input of a block, where it is like its output."""
         site = module_of(record.site) + ":in"
         entering = self._inputs.find(("free", record.sample, record.step, site))
-        if (
-            entering is None
-            or entering.shape != record.shape
-            or entering.positions != record.positions
-        ):
+        alike = (record.shape, record.positions)
+        if entering is None or (entering.shape, entering.positions) != alike:
             return None
         tensor = self._inputs.read(entering)
         return tensor if tensor.is_floating_point() else None
@@ -569,11 +566,7 @@ def sensitivity(
             force=True,
             progress=progress,
         )
-        given: dict[str, Any] = {
-            "truth": truth,
-            "floor": floor,
-            "thresholds": thresholds,
-        }
+        given: dict[str, Any] = {"truth": truth, "floor": floor, "thresholds": thresholds}
         if candidate is None:
             has_truth = truth is not None or own_truth(a) is not None
             b, kernels = _made_here(a, capturing, folder / "candidate", escalate=has_truth)

@@ -73,12 +73,7 @@ _SWIGLU_RMS = 0.60
 """sqrt(E[silu(g)^2] E[u^2]) for unit normals."""
 MAX_POSITIONS = 512
 _CONFIG = "config.json"
-_FILES = {
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-}
+_FILES = {"model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 """What a build that was stopped may have left: the config is written last."""
 
 

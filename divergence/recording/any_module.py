@@ -29,8 +29,12 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.options.commands import CaptureOptions
 from divergence.recording.dispatch import argument_names, input_leaves
-from divergence.recording.engines.derived import derived_state, note_changes
-from divergence.recording.engines.identity import configured, usual_dtype
+from divergence.recording.engines.identity import (
+    configured,
+    derived_state,
+    note_changes,
+    usual_dtype,
+)
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
 from divergence.recording.recorder import Recorder

@@ -52,7 +52,6 @@ from divergence.recording.cases import (
 )
 from divergence.recording.code import note_other_numbers
 from divergence.recording.compiled import CompiledWatch
-from divergence.recording.engines.derived import note_changes
 from divergence.recording.engines.engine import (
     DEFAULT,
     GroupResult,
@@ -64,17 +63,12 @@ from divergence.recording.engines.engine import (
     padded_right,
     refuse_lacking,
 )
+from divergence.recording.engines.identity import note_changes
 from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
 from divergence.recording.engines.many_steps import Allowance, Enough, ManySteps
 from divergence.recording.engines.media import Media
 from divergence.recording.forwards import USUAL, Anchor, Forwards, Sink, steps_joined
-from divergence.recording.keeper import (
-    BufferKeeper,
-    DigestKeeper,
-    Keeper,
-    ReducedKeeper,
-    can_pin,
-)
+from divergence.recording.keeper import BufferKeeper, DigestKeeper, Keeper, ReducedKeeper, can_pin
 from divergence.recording.machine import (
     Determinism,
     cpu_threads,
@@ -100,22 +94,12 @@ from divergence.recording.passes import (
 )
 from divergence.recording.plant import Plant, check_fired, check_places
 from divergence.recording.processes import closed, joined, on_all, own_part, started
-from divergence.recording.prompts import (
-    Prompt,
-    group_samples,
-    token_texts,
-    tokenize,
-)
+from divergence.recording.prompts import Prompt, group_samples, token_texts, tokenize
 from divergence.recording.ranks import Division, LocalKeeper
 from divergence.recording.recorder import Recorder
 from divergence.recording.request import Request, line_of_taken, plain_arguments, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators
-from divergence.recording.structure import (
-    inside,
-    noting_calls,
-    output_paths,
-    settled,
-)
+from divergence.recording.structure import inside, noting_calls, output_paths, settled
 from divergence.recording.widening import check_device
 from divergence.run.captured import Buffer, BufferLimits
 from divergence.run.contents import first_nonfinite, nonfinite_text
@@ -636,10 +620,7 @@ class Capture:
         recorder = self._recorder(sink or writer, planned, anchor, allowance)
         self.on_progress(planned.name, 0, None, "")
         noted = writer if planned.name == "free" else None
-        with (
-            widened(planned, self.loaded, self.step) as wide,
-            noting_calls(self.loaded, noted),
-        ):
+        with widened(planned, self.loaded, self.step) as wide, noting_calls(self.loaded, noted):
             self._forwards(recorder, planned, noted=noted, allowance=allowance)
         if noted is not None and self.division is not None:
             self.division.join_tokens(self.samples, manifest)

@@ -261,8 +261,10 @@ def _children(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             continue
         if field == "body" and isinstance(value, list):
             value = [statement for statement in value if not _says_nothing(statement)]
-        if field == "decorator_list":
-            value = [decorator for decorator in value if not _documents(decorator)]
+        if field == "decorator_list":  # without ``@auto_docstring``, ``@add_start_docstrings(…)``
+            called = [getattr(decorator, "func", decorator) for decorator in value]
+            names = [getattr(f, "attr", getattr(f, "id", "")) for f in called]
+            value = [x for x, name in zip(value, names, strict=True) if "docstring" not in name]
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
                 yield field, child
@@ -273,12 +275,6 @@ def _says_nothing(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     return isinstance(node, ast.Pass) or (isinstance(node, ast.AnnAssign) and node.value is None)
-
-
-def _documents(decorator: ast.AST) -> bool:
-    """``@auto_docstring``, ``@add_start_docstrings(…)``: what writes documentation only."""
-    function = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return "docstring" in getattr(function, "attr", getattr(function, "id", ""))
 
 
 def _dump(node: ast.AST) -> Iterator[str]:

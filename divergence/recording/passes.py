@@ -47,13 +47,7 @@ from divergence.recording.structure import compiled_regions
 from divergence.recording.widening import Widening, check_device
 from divergence.run.captured import CapturedTensor, Slot
 from divergence.run.contents import why_no_bytes
-from divergence.run.manifest import (
-    ModuleNote,
-    Repeatability,
-    SampleTokens,
-    Tokens,
-    digest_tensor,
-)
+from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens, Tokens, digest_tensor
 from divergence.run.reader import OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
 from divergence.run.site import is_of_parameter, is_scaled_with_loss, module_of

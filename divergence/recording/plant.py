@@ -291,9 +291,7 @@ class Substitute:
         return f"{self.site} from {self.run.manifest.id}"
 
 
-def parse_substitutes(
-    given: Mapping[str, Any] | Sequence[str],
-) -> dict[str, Substitute]:
+def parse_substitutes(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Substitute]:
     """Read substitutes by operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words
     ``SITE=RUN``, or ``SITE=RUN=OTHER_SITE``. Raises UsageError for a site that is no operator's or
     that the run does not hold, and RunFormatError for an unreadable run."""

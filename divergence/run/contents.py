@@ -111,21 +111,6 @@ def contents_of(record: Record) -> list[Content]:
     return [(digest, record.dtype, record.shape) for digest in digests]
 
 
-def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
-    """Index the records that have bytes by their content."""
-    return {
-        content: record
-        for record in records
-        if record.place is not None
-        for content in contents_of(record)
-    }
-
-
-def find_content(records: dict[Content, Record], record: Record) -> Record | None:
-    """One of ``records`` with the bytes of ``record``."""
-    return next((records[content] for content in contents_of(record) if content in records), None)
-
-
 class SiteCounts(NamedTuple):
     """Counts what there is of one site."""
 
@@ -181,11 +166,6 @@ def records_at(records: Sequence[Record], sites: Collection[str]) -> list[Record
 def num_kept(records: Sequence[Record]) -> int:
     """Number of records of which anything is on disk."""
     return sum(bool(parts_of(record)) for record in records)
-
-
-def shards_of(records: Sequence[Record]) -> set[str]:
-    """The names of all shards in use."""
-    return {part.place.shard for record in records for part in parts_of(record)}
 
 
 def sizes_of(records: Iterable[Record]) -> Sizes:
@@ -491,8 +471,7 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
         own, cut = _read_rank(store, manifest, rank)
         records += own
         torn |= cut
-        if not own:
-            empty.append(records_name(rank))
+        empty += [] if own else [records_name(rank)]
     if manifest.complete and len(records) != manifest.sizes.num_records:
         # how many each rank wrote is noted nowhere; a file without any is the likely one
         name = empty[0] if empty else records_name(0)

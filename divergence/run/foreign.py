@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import DumpError
-from divergence.outside import (
-    Budget,
-    disk_bytes,
-    inside,
-    json_value,
-    lines,
-    read_bytes,
-)
+from divergence.outside import Budget, disk_bytes, inside, json_value, lines, read_bytes
 from divergence.run.record import expanded
 from divergence.run.tensor_files import tensors_of
 

@@ -23,15 +23,13 @@ from divergence.run.contents import (
     Digests,
     Part,
     check_parts,
+    contents_of,
     count_passes,
-    find_content,
     name_of,
     parts_of,
     read_manifest,
     read_records,
     records_at,
-    records_by_content,
-    shards_of,
     site_names,
     sizes_of,
     why_no_bytes,
@@ -157,7 +155,25 @@ class Run:
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
     def _repr_html_(self) -> str:
-        return run_html(str(self.path), self.manifest, self.records)
+        """Show what ran, where, and whether it finished."""
+        from divergence.html.parts import small_table
+
+        manifest = self.manifest
+        model, machine = manifest.model, manifest.environment
+        ended = f", stopped by {manifest.stopped_by}" if manifest.stopped_by else ""
+        return small_table(
+            f"Run {self.path}",
+            [
+                ("model", model.source),
+                ("computed", f"{model.dtype} on {machine.device_type}: {machine.device_name}"),
+                ("machine", machine.label),
+                ("state", "complete" if manifest.complete else f"incomplete{ended}"),
+                ("passes", ", ".join(count_passes(self.records))),
+                ("prompts", f"{len(manifest.tokens.samples):,}"),
+                ("records", f"{len(self.records):,}, {size(manifest.sizes.stored_bytes)}"),
+                ("planted faults", ", ".join(manifest.plan.plants)),
+            ],
+        )
 
     @classmethod
     def open(cls, path: str | os.PathLike[str] | Url | Run) -> Run:
@@ -216,7 +232,7 @@ class Run:
 
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
-        shards = shards_of(self.records)
+        shards = {part.place.shard for record in self.records for part in parts_of(record)}
         lines = map(records_name, range(self.manifest.num_ranks))
         store = self._opened()
         names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
@@ -278,8 +294,13 @@ class Run:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
         with self._indexing:
             if not self._by_content:
-                self._by_content = records_by_content(self.records)
-        return find_content(self._by_content, other)
+                self._by_content = {
+                    content: record
+                    for record in self.records
+                    if record.place is not None
+                    for content in contents_of(record)
+                }
+        return next(filter(None, map(self._by_content.get, contents_of(other))), None)
 
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         """The record's tensor, bit-exact, as a read-only view. Never write to it.
@@ -645,27 +666,3 @@ class Overlay(View):
         """The record's array as it is here."""
         array = self._changed.get(record.coordinates)
         return self.run.array(record, verify=verify) if array is None else array
-
-
-# What a notebook shows of a run.
-
-
-def run_html(path: str, manifest: Manifest, records: Sequence[Record]) -> str:
-    """Show what ran, where, and whether it finished."""
-    model, machine = manifest.model, manifest.environment
-    ended = f", stopped by {manifest.stopped_by}" if manifest.stopped_by else ""
-    from divergence.html.parts import small_table
-
-    return small_table(
-        f"Run {path}",
-        [
-            ("model", model.source),
-            ("computed", f"{model.dtype} on {machine.device_type}: {machine.device_name}"),
-            ("machine", machine.label),
-            ("state", "complete" if manifest.complete else f"incomplete{ended}"),
-            ("passes", ", ".join(count_passes(records))),
-            ("prompts", f"{len(manifest.tokens.samples):,}"),
-            ("records", f"{len(records):,}, {size(manifest.sizes.stored_bytes)}"),
-            ("planted faults", ", ".join(manifest.plan.plants)),
-        ],
-    )

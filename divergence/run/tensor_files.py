@@ -19,14 +19,7 @@ import torch
 from divergence.errors import DumpError, RunFormatError
 from divergence.numerics.arrays import as_tensor, from_bytes
 from divergence.numerics.formats import FORMATS
-from divergence.outside import (
-    MAX_VALUES,
-    Budget,
-    check_value,
-    disk_bytes,
-    is_plain,
-    read_as,
-)
+from divergence.outside import MAX_VALUES, Budget, check_value, disk_bytes, is_plain, read_as
 from divergence.run.record import MAX_NUMEL, SHARD_DTYPES
 from divergence.run.storage import Blob, MemoryBlob, Shard, members_of
 

@@ -13,6 +13,7 @@ import pytest
 from divergence import DiffResult
 from divergence.comparison.result import TruthDiff
 from divergence.errors import UsageError
+from divergence.run.reader import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>\x1b[31m\"'><img src=x onerror=alert(1)> &amp; ]]>"
@@ -111,14 +112,12 @@ def test_names_are_text(reports, tmp_path):
         tokens=SimpleNamespace(samples=[]),
         sizes=SimpleNamespace(stored_bytes=0),
     )
-    from divergence.run.reader import run_html
-
     result = DiffResult(report=report, folder=Path(HOSTILE), localize_words=[HOSTILE])
     for shown in (
         report.plot().svg,
         report._repr_html_(),
         result._repr_html_(),
-        run_html(HOSTILE, manifest, []),
+        Run(HOSTILE, manifest, [])._repr_html_(),
     ):
         assert "<script" not in shown and "<img" not in shown and "\x1b" not in shown
         assert "&lt;script&gt;" in shown

@@ -19,6 +19,7 @@ from divergence.comparison.align import Pair
 from divergence.comparison.analysis import AnalysisResult, Measured
 from divergence.comparison.decide import check
 from divergence.comparison.judge import limit_of, observed, outliers
+from divergence.comparison.measure.truth import typical_floor, without_pads
 from divergence.comparison.result import (
     Finding,
     Onset,
@@ -29,7 +30,6 @@ from divergence.comparison.result import (
     Verdict,
     order_of,
 )
-from divergence.comparison.truths import typical_floor, without_pads
 from divergence.facts import Fact, fact
 from divergence.numerics.arrays import wide
 from divergence.numerics.floor import Thresholds

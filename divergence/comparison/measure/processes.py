@@ -148,9 +148,7 @@ class _Ranks:
             shares[owner].append(pair)
         for rank in range(1, self._size):
             if shares[rank]:
-                job = io.BytesIO()
-                _Pickler(job, protocol=pickle.HIGHEST_PROTOCOL).dump((measurer, shares[rank]))
-                self._send(job.getvalue(), rank)
+                self._send(_packed((measurer, shares[rank])), rank)
                 self._busy.add(rank)
         sources = [iter(measure_pairs(measurer, shares[0]))]
         sources += [self._found_by(rank) for rank in range(1, self._size)]
@@ -223,7 +221,7 @@ def _batches(
     batch: list[PairNumbers | None] = []
     try:
         try:
-            measurer, pairs = _Unpickler(io.BytesIO(job), runs).load()
+            measurer, pairs = _unpacked(job, runs)
         except DivergenceError as error:
             raise type(error)(
                 error.message,
@@ -274,6 +272,16 @@ class _Unpickler(pickle.Unpickler):
                 run.set_fallback(self.persistent_load(("run", Run, fallback, None)))
             self._runs[named] = run if kind is Run else kind(run)
         return self._runs[named]
+
+
+def _packed(job: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(job)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes, runs: dict[tuple[object, ...], Run]) -> Any:
+    return _Unpickler(io.BytesIO(data), runs).load()
 
 
 def _lost(rank: int, error: Exception) -> _GoneError:

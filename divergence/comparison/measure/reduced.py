@@ -12,14 +12,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from divergence.comparison.align import (
-    Alignment,
-    Pair,
-    Piece,
-    Pieces,
-    is_repeated,
-    why_no_pair,
-)
+from divergence.comparison.align import Alignment, Pair, Piece, Pieces, is_repeated, why_no_pair
 from divergence.comparison.constants import CAST_ROUNDINGS, SUMMARY_PRECISION
 from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.result import Skipped

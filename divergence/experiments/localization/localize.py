@@ -34,7 +34,7 @@ from divergence.comparison.calls import CallNode, forwards_of
 from divergence.comparison.constants import FEW_ROWS
 from divergence.comparison.decide import CONFIDENCE_ORDER, check, confidence_of, decide
 from divergence.comparison.judge import farthest
-from divergence.comparison.measure.truth import inputs_of
+from divergence.comparison.measure.truth import inputs_of, truths_apart, without_pads
 from divergence.comparison.preflight import numbers_in_doubt, other_code
 from divergence.comparison.result import (
     CausalCheck,
@@ -44,7 +44,6 @@ from divergence.comparison.result import (
     Report,
     Verdict,
 )
-from divergence.comparison.truths import truths_apart, without_pads
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import NEAR, Level, Localization, OwnError, is_right_alone
@@ -403,11 +402,7 @@ def _at_operator(
 def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
     errors: list[OwnError] = []
-    places: tuple[tuple[Side, str], ...] = (
-        ("reference", first.site),
-        ("candidate", first.candidate_site),
-    )
-    for side, path in places:
+    for side, path in zip(SIDES, (first.site, first.candidate_site), strict=True):
         if not stands_alone(first, side):
             continue
         try:
@@ -680,8 +675,7 @@ def _result(operand: Operand) -> str | None:
 
 def _node(run: Run, path: str, first: OperatorResult, pass_: str) -> CallNode | None:
     for name in dict.fromkeys((pass_, "anchored", "free")):
-        nodes = forwards_of(run, name).get((first.sample, first.step), [])
-        for node in nodes:
+        for node in forwards_of(run, name).get((first.sample, first.step), []):
             if node.path == path:
                 return node
     return None

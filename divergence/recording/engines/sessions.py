@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from divergence.errors import ModelError, UsageError, first_line
-from divergence.recording.engines.derived import derived_state
 from divergence.recording.engines.engine import (
     EngineOptions,
     Feature,
@@ -22,7 +21,7 @@ from divergence.recording.engines.engine import (
     check_ids,
     run_group,
 )
-from divergence.recording.engines.identity import identify, without_home
+from divergence.recording.engines.identity import derived_state, identify, without_home
 from divergence.recording.engines.load import LoadedModel, Loading, load_model
 from divergence.recording.recorder import Recorder
 from divergence.recording.structure import describe_modules

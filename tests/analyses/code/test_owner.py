@@ -12,9 +12,9 @@ from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.analysis import AnalysisResult
 from divergence.comparison.decide import decide, explained
+from divergence.comparison.measure.truth import truths_apart
 from divergence.comparison.preflight import other_code, replaced_in
 from divergence.comparison.result import Finding, Onset, OperatorResult, OperatorsResult
-from divergence.comparison.truths import truths_apart
 from divergence.errors import IncomparableError
 from divergence.facts import fact, plain, worded
 

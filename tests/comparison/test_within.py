@@ -17,11 +17,12 @@ from tests.digests import without_digests
 
 TEXT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 HEALTHY = ("gemma3", "gpt2", "llama", "mamba", "qwen3", "qwen3-moe")
-MARGIN = 0.75
-"""The nearest seen: 0.72 (gemma3, float16). One decode step of one block is off by 1.04 floors, and
-all other steps and blocks are equal bit for bit: what stands out there is held to 1.45 floors, so
-that one floor, which rounding makes, uses 69%. Of 60 seeds of that model's weights 47 are equal
-bit for bit, the others use 12% to 72%, the second 58%."""
+MARGIN = 0.6
+ONE_ROW_OFF = {("gemma3", "float16"): 0.75}
+"""One decode step of one block is off by 1.04 floors, and all other steps and blocks are equal bit
+for bit: what stands out there is held to 1.45 floors, so that one floor, which rounding makes, uses
+69%. Of 60 seeds of that model's weights 47 are equal bit for bit, the others use 12% to 72%, the
+second 58%."""
 
 
 @pytest.fixture
@@ -113,7 +114,8 @@ def test_a_healthy_cache_is_within_the_floor(architecture, dtype, whole_run):
     assert {site.step for site in report.sites} == {1, 2, 3, 4, 5}
     assert {site.sample for site in report.sites} == {0, 1}
     assert report.coverage.unmatched == []
-    assert max(site.limit_usage or 0.0 for site in report.sites) < MARGIN
+    margin = ONE_ROW_OFF.get((architecture, dtype), MARGIN)
+    assert max(site.limit_usage or 0.0 for site in report.sites) < margin
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

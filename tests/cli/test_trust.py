@@ -6,6 +6,7 @@ Each model and each run here tries to make a file called ``evil``; none may.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -102,6 +103,54 @@ def not_loaded(monkeypatch):
 
     monkeypatch.setattr(api, "load_model", load_model)
     return asked
+
+
+# --- checkpoints that two runs with other weights name --------------------------------------------
+
+
+def holes(folder: Path) -> None:
+    header = b'{"x":{"dtype":"F32","shape":[274877906944],"data_offsets":[0,1099511627776]}}'
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**40)
+
+
+def pickled(folder: Path) -> None:
+    weights = {"model.embed_tokens.weight": Evil(folder.parent / "evil")}
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(weights))
+    shutil.copy(folder / "pytorch_model.bin", folder / "model.safetensors")
+    names = {"weight_map": {"x": "pytorch_model.bin"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        ("b", lambda folder: os.mkfifo(folder / "model.safetensors")),
+        ("b", lambda folder: (folder / "model.safetensors").symlink_to("/dev/zero")),
+        ("b", lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99)),
+        ("b", lambda folder: folder.chmod(0)),
+        ("b/c", lambda folder: folder.chmod(0)),
+        ("b", holes),
+        ("b", pickled),
+        ("b" * 5000, lambda folder: None),
+    ],
+    ids=["pipe", "device", "damaged", "forbidden", "below", "holes", "pickle", "long"],
+)
+def test_a_checkpoint_that_a_run_names_harms_no_comparison(
+    invoke, hostile, honest, tmp_path, place, make
+):
+    """Nothing is executed, waited for or read without end, and the answer is what it is without."""
+    model = json.loads((honest / "manifest.json").read_text())["model"]
+    other = dict.fromkeys(model["digests"], "0" * 32)
+    source = str(tmp_path / place)
+    hostile(model={"source": source, "digest": "0" * 32, "digests": other})
+    (tmp_path / "b").mkdir()
+    make(tmp_path / "b")
+    code, out, err = invoke("compare", honest, "run")
+    (tmp_path / "b").chmod(0o700)
+    assert code == 2 and "STOPPED" in out and "Traceback" not in err, (out, err)
+    assert not (tmp_path / "evil").exists()
 
 
 # --- code of a model ---------------------------------------------------------------------------

@@ -102,6 +102,8 @@ def _sharded(index: Path) -> list[Path]:
 
 
 def _stored_in(source: str, files: list[Path]) -> StoredWeights:
+    if other := [file for file in files if not file.is_file()]:
+        raise UsageError(f"{other[0]} is no regular file")
     kind = files[0].suffix
     if kind not in _ENDINGS:
         raise UsageError(

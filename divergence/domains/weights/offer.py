@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from divergence.comparison.preflight import match_parameters, moved
-from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
+from divergence.outside import Budget
 from divergence.run.command import Command, command
-from divergence.run.manifest import digest_tensor
+from divergence.run.manifest import ModelIdentity, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import expanded
 from divergence.run.site import starred
@@ -19,45 +20,74 @@ if TYPE_CHECKING:
 
     from divergence.domains.weights.relations import Relation
 
+_MOST_WORK = 2**43
+"""Products of numbers where rows are looked for among each other, at most: some minutes."""
+
 
 def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
     """What relates the first of each kind of parameter that differs, as far as both checkpoints
     hold what ran, and the command that relates all; nothing where one lies elsewhere."""
     models = [run.manifest.model for run in (a, b)]
-    sources = [expanded(model.source) for model in models]
-    if sources[0] == sources[1] or not all(source.exists() for source in sources):
+    paths = [expanded(model.source) for model in models]
+    # names of runs from elsewhere: a share of Windows' would be asked for over the network
+    local = all(path.drive[:2] != "\\\\" and os.path.exists(path) for path in paths)
+    if paths[0] == paths[1] or not local:
         return [], []
-    offered = [command("weights", *(model.source for model in models))]
     try:
-        from divergence.domains.weights.checkpoint import open_checkpoint
-        from divergence.domains.weights.relations import Relation, relation
-    except ImportError:  # runs are compared without torch, and weights are not
-        return [], offered
-    try:
-        stored = [open_checkpoint(str(source)).tensors for source in sources]
-    except DivergenceError:
-        return [], offered
+        relations = _relations(models)
+    except Exception:  # no torch, or whatever stands in such files: the runs are compared
+        relations = []
+    facts = [fact("preflight.relations", relations=relations)] if relations else []
+    return facts, [command("weights", *(model.source for model in models))]
+
+
+def _stored(model: ModelIdentity) -> dict[str, torch.Tensor]:
+    """Tensors of the safetensors files of a directory, mapped; of no pipe and no device."""
+    from divergence.run.tensor_files import tensors_of
+
+    budget = Budget()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(expanded(model.source).glob("*.safetensors")):
+        tensors |= tensors_of(file, budget) if file.is_file() else {}
+    return tensors
+
+
+def _relations(models: list[ModelIdentity]) -> list[Fact]:
+    from divergence.domains.weights.relations import Relation, relation
+
+    stored = [_stored(model) for model in models]
     kinds: dict[str, tuple[str, str]] = {}
     pairs = match_parameters(models[0].digests, models[1].digests).pairs
     for names in pairs.items():
         if models[0].digests[names[0]] != models[1].digests[names[1]]:
             kinds.setdefault(starred(names[0]), names)
     groups: dict[Fact, list[tuple[str, Relation]]] = {}
-    for names in kinds.values():
+    work = 0
+    for names in sorted(kinds.values(), key=lambda names: _work(names, stored)):
+        work += _work(names, stored)
+        if work > _MOST_WORK:
+            break
         values: list[torch.Tensor] = []
         for name, model, tensors in zip(names, models, stored, strict=True):
             note = model.parameters.get(name)
             if note is not None and name in tensors:
-                value = tensors[name].read().to(format_named(note.dtype).torch_dtype)
+                value = tensors[name].to(format_named(note.dtype).torch_dtype)
                 values += [value] * (digest_tensor(value) == model.digests[name])
         if len(values) == 2:
             other = moved(*names, models[0], models[1], pairs)
             how = relation(*values) if other is None else Relation("moved", False, other)
             groups.setdefault(how.kind, []).append((names[0], how))
-    relations = [
+    return [
         fact(
             "preflight.relation", names=[name for name, _ in some], how=some[0][1].fact, apart=None
         )
         for some in groups.values()
     ]
-    return [fact("preflight.relations", relations=relations)] if relations else [], offered
+
+
+def _work(names: tuple[str, str], stored: list[dict[str, torch.Tensor]]) -> int:
+    """Bound the products of relating two tensors, the larger of them; 2**27 for what is small."""
+    shapes = [own[name].shape for name, own in zip(names, stored, strict=True) if name in own]
+    rows = max((size for shape in shapes for size in shape), default=1)
+    num = max((shape.numel() for shape in shapes), default=1)
+    return max(num, 64 * rows, 2**12) * max(rows, 2**15)

@@ -430,6 +430,13 @@ def test_stopped_tells_the_relation_of_the_values_where_they_are_at_hand(
     assert text in told and ("halves became" in told) == here
 
 
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(original, tmp_path):
+    """It is no file of weights."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="no regular file"):
+        divergence.compare_weights(original, tmp_path)
+
+
 @pytest.mark.parametrize("form", ["torch", "shards", "file"])
 def test_one_checkpoint_in_other_files_is_identical(original, tmp_path, form):
     """However it is divided, and by whom it was stored."""

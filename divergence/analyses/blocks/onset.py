@@ -293,7 +293,7 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[JudgedUnit]) -> dict[
     looks = [
         look
         for unit in units
-        for look in [look for look in unit.looks if look.used > 1] or unit.looks
+        for look in [k for k in unit.looks if k.used > 1 and k not in unit.others] or unit.looks
     ]
     # of several prompts, or blocks, the token of the same number
     tokens = {look.result.ratio_position for look in looks}
@@ -374,6 +374,8 @@ def _elsewhere(
         elsewhere = block is not None and (block != first.block or apart)
         if elsewhere and unit.pass_ != "free":
             blocks.setdefault(unit.side, {})[str(block)] = None
+    for unit in (unit for unit in units if unit.others):
+        blocks.setdefault(unit.others[0].side, {})[unit.block or module_of(unit.site)] = None
     return [
         fact(
             "made_elsewhere",
@@ -412,7 +414,8 @@ def _may_be_elsewhere(unit: JudgedUnit, beyond: Collection[PromptStep]) -> bool:
     sides differ by half as much there, or at all where most is equal bit for bit; or where log W is
     over half of that beyond the limit: few numbers convict none, and the truth may not hold those
     forwards."""
-    sizes = {look.place: look.worst if unit.of_token else look.typical for look in unit.looks}
+    own = [look for look in unit.looks if look not in unit.others]
+    sizes = {look.place: look.worst if unit.of_token else look.typical for look in own}
     inside, outside = [at for at in sizes if at in beyond], [at for at in sizes if at not in beyond]
     nearest = max((sizes[at] for at in outside), default=0.0)
     least = min((sizes[at] for at in inside), default=0.0)
@@ -429,7 +432,9 @@ def only_in(*units: JudgedUnit) -> Fact | None:
     others may be off, too; None where all are beyond, or where all may be off and it is of all rows
     together that the units are beyond theirs. Of one unit, or all of a family."""
     places = grouped((look for unit in units for look in unit.looks), lambda look: look.place)
-    beyond = {at: looks for at, looks in places.items() if max(look.used for look in looks) > 1}
+    others = {id(look) for unit in units for look in unit.others}
+    own = {at: [k for k in looks if id(k) not in others] for at, looks in places.items()}
+    beyond = {at: looks for at, looks in own.items() if any(look.used > 1 for look in looks)}
     if not 0 < len(beyond) < len(places):
         return None
     elsewhere = any(_may_be_elsewhere(unit, beyond) for unit in units)
@@ -444,12 +449,8 @@ def only_in(*units: JudgedUnit) -> Fact | None:
         max(look.between if look.between > 1 else look.used for look in looks if look.used > 1)
         for looks in beyond.values()
     )
-    nearest = max(
-        max(look.used, min(look.between, 1.0))
-        for at, looks in places.items()
-        if at not in beyond
-        for look in looks
-    )
+    within = (look for at, looks in own.items() if at not in beyond for look in looks)
+    nearest = max((max(look.used, min(look.between, 1.0)) for look in within), default=0.0)
     alone = not elsewhere and least > CLEAR_TIMES * nearest
     return _in_places(beyond, places, alone=alone)
 

@@ -389,6 +389,8 @@ class JudgedLook(Look):
     """The share that is used of the limit on the two sides' difference, which needs no truth."""
     of_token: float
     """The share of a single token's limit that its worst token uses."""
+    side: SideOrBoth | None = None
+    """Whom the truth's answer of the largest usage blames."""
 
     @property
     def used(self) -> float:
@@ -460,9 +462,15 @@ class JudgedUnit(Unit):
 
     @property
     def beyond(self) -> list[JudgedLook]:
-        """The looks that are beyond a limit, in execution order."""
-        beyond = (look for look in self.looks if look.usage > 1)
+        """The looks that are beyond a limit by the unit's side, in execution order."""
+        beyond = (look for look in self.looks if look.usage > 1 and look not in self.others)
         return sorted(beyond, key=lambda look: order_of(look.result))
+
+    @functools.cached_property
+    def others(self) -> list[JudgedLook]:
+        """The looks that are beyond a limit by the other side than the unit's."""
+        both = set(SIDES)
+        return [look for look in self.looks if look.used > 1 and {look.side, self.side} == both]
 
     @property
     def of_token(self) -> bool:
@@ -957,8 +965,8 @@ class FamilyMember:
             if not family.is_few[n]
         }
 
-    def tokens(self) -> dict[PromptStep, float]:
-        """Finds, by forward, the largest share of its limit that a row uses."""
+    def tokens(self) -> dict[PromptStep, tuple[float, SideOrBoth | None]]:
+        """Finds, by forward, the largest share of its limit that a row uses, by which side."""
         family = self.family
         if family.rows is None:
             return {}
@@ -967,9 +975,12 @@ class FamilyMember:
             ratio, limit = family.rows.excess(self.number) * reach, reach + math.log(self.widened)
             beyond = np.exp(np.minimum(ratio - limit, 300.0))
             used = np.nan_to_num(np.where(ratio > limit, beyond, ratio / limit))
+        rows_of = (np.flatnonzero(family.errors.place == n) for n in range(len(family.places)))
+        most = [int(rows[used[rows].argmax()]) for rows in rows_of]
+        x = family.rows.x[self.number]
         return {
-            place: float(used[family.errors.place == number].max(initial=0.0))
-            for number, place in enumerate(family.places)
+            place: (float(used[row]), SIDES[bool(x[row] > 0)])
+            for place, row in zip(family.places, most, strict=True)
         }
 
     def answers(self, thresholds: Thresholds) -> list[Blame]:
@@ -1251,7 +1262,8 @@ def _truth_judged(
 ) -> JudgedUnit:
     """Holds one unit against the truth. ``again``: the same in each channel's own unit."""
     forwards, answers = member.stats.forwards, list[Blame]()
-    shown, tokens = dict[PromptStep, Blame](), dict.fromkeys(forwards, 0.0)
+    shown = dict[PromptStep, Blame]()
+    tokens: dict[PromptStep, tuple[float, SideOrBoth | None]] = dict.fromkeys(forwards, (0.0, None))
     for each in (member,) if again is None else (member, again):
         for answer in each.answers(thresholds):
             if each is member or answer.why != "both":
@@ -1260,10 +1272,10 @@ def _truth_judged(
             if place not in shown or answer.limit_usage > shown[place].limit_usage:
                 shown[place] = answer
         for place, used in each.tokens().items():
-            tokens[place] = max(used, tokens.get(place, 0.0))
+            tokens[place] = max(tokens.get(place, used), used, key=lambda of: of[0])
     looks = []
     for look in unit.looks:
-        usage = shown[look.place].limit_usage if look.place in shown else None
+        of_forward = shown.get(look.place)
         # the sides differ by more than rounding, and one is farther from the truth than any healthy
         # kernel, however its siblings fare: they may have the same fault there
         if look.usage > 1 and look.place in forwards:
@@ -1281,14 +1293,23 @@ def _truth_judged(
             )
             if far.limit_usage > 1:
                 answers.append(far)
-                usage = max(far.limit_usage, usage or 0.0)
-        of_token = tokens.get(look.place, look.of_token)
-        usage = look.usage if usage is None else usage
-        looks.append(replace(look, usage=usage, of_token=of_token))
+                of_forward = max(far, of_forward or far, key=lambda each: each.limit_usage)
+                shown[look.place] = of_forward
+        usage = look.usage if of_forward is None else of_forward.limit_usage
+        of_token, side = tokens.get(look.place, (look.of_token, None))
+        if of_forward is not None and usage >= of_token:
+            side = of_forward.side
+        looks.append(replace(look, usage=usage, of_token=of_token, side=side))
     # what is off in a whole forward is so at its tokens, too
     answers.sort(key=lambda answer: answer.why not in ("typical", "both", "forward"))
     limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
     blame = next((answer for answer in answers if answer.limit_usage > 1), None)
+    off = [look for look in looks if look.usage > 1 and look.place in shown]
+    if blame is not None and blame.why == "forward" and off:
+        # each side may be off in forwards of its own: that of the first one counts
+        first = min(off, key=lambda look: order_of(look.result)).side
+        of_first = (shown[look.place] for look in off if look.side == first)
+        blame = max(of_first, key=lambda answer: answer.limit_usage)
     why, too_few = None if blame is None else blame.why, False
     if blame is None and unit.why is not None:  # no truth, or one that tells too little: no side
         why, unsure = _beyond_unheld(unit, member)
@@ -1299,7 +1320,7 @@ def _truth_judged(
         limit_usage = limit_usage if why is None else max(limit_usage, unit.between)
     elif blame is not None and blame.why == "gain" and blame.place is not None:
         why = "forward"
-        looks = _raised(looks, {blame.place: blame.limit_usage})
+        looks = _raised(looks, {blame.place: blame.limit_usage}, side=blame.side)
     if why is None:
         looks = [
             replace(look, usage=min(look.usage, 1.0), of_token=min(look.of_token, 1.0))
@@ -1321,11 +1342,22 @@ def _truth_judged(
 
 
 def _raised(
-    looks: Sequence[JudgedLook], used: Mapping[PromptStep, float], what: str = "usage"
+    looks: Sequence[JudgedLook],
+    used: Mapping[PromptStep, float],
+    what: str = "usage",
+    side: SideOrBoth | None = None,
 ) -> list[JudgedLook]:
-    """Raises what looks use of their limits to the shares that are ``used``."""
-    shares = [max(getattr(look, what), used.get(look.place, 0.0)) for look in looks]
-    return [replace(look, **{what: n}) for look, n in zip(looks, shares, strict=True)]
+    """Raises what looks use of their limits to the shares that are ``used``, by a ``side``."""
+    return [
+        look
+        if look.place not in used
+        else replace(
+            look,
+            side=side or look.side,
+            **{what: max(getattr(look, what), used[look.place])},
+        )
+        for look in looks
+    ]
 
 
 def _beyond_unheld(
@@ -1388,15 +1420,17 @@ def _kind_judged(family: list[JudgedUnit], thresholds: Thresholds) -> list[Judge
         value = math.exp(min(unit.farther(side), 700.0))
         if value > max(limit / thresholds.truth_confirm, math.sqrt(limit)):  # and not its kin alone
             # beside its siblings, which are as wrong, a look shows nothing
-            at = {look.place: unit.farther(side, look.place) for look in unit.looks}
+            own = [k for k in unit.looks if k.used <= 1 or {k.side, side} != set(SIDES)]
+            at = {look.place: unit.farther(side, look.place) for look in own}
             used = {place: math.exp(min(x, 700.0)) / limit for place, x in at.items()}
+            tokens = {look.place: look.worst / unit.worst_limit for look in own}
             unit = replace(
                 unit,
                 blame=Blame(side, "typical", value, 1.0, limit, unit.results[0], "all"),
                 why="typical",
                 too_few=False,
                 limit_usage=max(unit.limit_usage, value / limit),
-                looks=_raised(unit.looks, used),
+                looks=_raised(_raised(unit.looks, used, side=side), tokens, "of_token"),
             )
         judged.append(unit)
     return judged
@@ -1448,7 +1482,7 @@ def _columns_judged(
                 used = max(blame.limit_usage, 1.0 + 1e-9)
                 what = "of_token" if why == "token" else "usage"
                 at_place = {} if place is None else {place: used}
-                judged[n] = unit = replace(unit, looks=_raised(unit.looks, at_place, what))
+                judged[n] = unit = replace(unit, looks=_raised(unit.looks, at_place, what, side))
                 if unit.why is None or unit.too_few:
                     most = max(unit.limit_usage, used)
                     judged[n] = replace(unit, blame=blame, why=why, too_few=False, limit_usage=most)

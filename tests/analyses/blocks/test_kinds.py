@@ -138,6 +138,33 @@ def test_each_phase_of_one_block_has_its_own_side(pair, answer):
     )
 
 
+@pytest.mark.parametrize("blocks", [(2,), range(6)])
+@pytest.mark.parametrize("first", ["A", "B"])
+def test_each_prompt_of_one_block_has_its_own_side(blocks, first, drawn_model, shared_run, answer):
+    """A is wrong in one prompt, B in another: neither is blamed for the other's."""
+    model = drawn_model("Mistral", vocab_size=1024, sliding_window=None)
+    faults = [
+        [f"{LAYERS[number]}:out=scale:1.08@sample={sample}" for number in blocks]
+        for sample in ((0, 1) if first == "A" else (1, 0))
+    ]
+    options = OPTIONS | {"truth": "full", "max_new_tokens": 2}
+    a = shared_run(model, dtype="bfloat16", plants=faults[0], **options)
+    verdict = answer(a, plants=faults[1]).verdict
+    other = "B" if first == "A" else "A"
+    assert verdict.side == {"A": "reference", "B": "candidate"}[first]
+    assert verdict.onset.sample == 0 and "in prompt 0 alone (of 2)" in verdict.summary
+    names = "model.layers.2" if len(blocks) == 1 else "model.layers.0, "
+    assert f"in {names}" in verdict.summary and verdict.summary.endswith(f", by {other}")
+
+
+def test_a_prompt_of_which_a_few_tokens_are_off_is_not_left_out(pair, answer):
+    """A wider window reaches 16 tokens of one prompt and 4 of 20 of the other: both are off."""
+    a, true = pair("float32", 16)
+    summary = answer(a, wider_window, truth=true).verdict.summary
+    assert "every MistralDecoderLayer" in summary and ", from token 16 on" in summary
+    assert "prompt" not in summary
+
+
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_what_is_within_its_limits_is_not_equal(with_truth, pair, answer):
     """In one decode step both prompts are off, one by a hundredth of the other, which a truth alone

@@ -95,8 +95,8 @@ EDITS: list[tuple[str, str, str, str]] = [
     # an order
     (
         "report/experiments.py",
-        "_result(way),\n            )\n            for way in result.lines\n",
-        "_result(way),\n            )\n            for way in result.lines[::-1]\n",
+        "rows=[(way.name, way, way) for way in result.lines],\n",
+        "rows=[(way.name, way, way) for way in result.lines[::-1]],\n",
         "^selfcheck",
     ),
     (

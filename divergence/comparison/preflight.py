@@ -40,7 +40,7 @@ from divergence.run.manifest import (
 from divergence.run.reader import Run
 from divergence.run.record import INPUTS, Record
 from divergence.run.site import ROOT, natural_key, starred, unescape_path
-from divergence.words import SIDES, Side, first_apart, list_names
+from divergence.words import SIDES, Side, first_apart, grouped, list_names
 
 # Preflight: were the two runs the same experiment at all?
 #
@@ -989,18 +989,18 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
     """Return what is known of each pair that differs; None where a manifest does not tell.
     ``pairs``: names that belong together, A's to B's."""
     kinds: dict[Fact | None, tuple[list[str], list[float]]] = {}
-    only_dtypes = True
+    only_dtypes, holders = True, (holders_of(a), holders_of(b))
     for name, other in pairs.items():
         if a.digests[name] == b.digests[other]:
             continue
         how, same, near = _initialised(name, other, a, b), False, None
-        how = how or moved(name, other, a, b, pairs)
+        how = how or moved(name, other, holders[0], b, pairs)
         if how is None:
             own, there = notes = a.parameters.get(name), b.parameters.get(other)
             if own is not None and there is not None:
                 how, same, near = _relation(own, there, has_codes=a.quantization is not None)
             if how is None or near is not None:  # no relation that is exact
-                tied = _tied_alone(name, other, a, b)
+                tied = _tied_alone(name, other, a, b, holders)
                 how, near = (how, near) if tied is None else (tied, None)
             if how is None and near is None and None in notes:
                 return None
@@ -1024,30 +1024,42 @@ def _initialised(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> F
     return None
 
 
+Holders = Mapping[str, Sequence[str]]
+"""Names of a model's parameters by digest: models of experts have tens of thousands."""
+
+
+def holders_of(model: ModelIdentity) -> Holders:
+    """Bring the names of a model's equal parameters together."""
+    return grouped(model.digests, model.digests.__getitem__)
+
+
 def moved(
-    name: str, other: str, a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]
+    name: str, other: str, holders: Holders, b: ModelIdentity, pairs: Mapping[str, str]
 ) -> Fact | None:
-    """Say which other parameter of A stands there on B, where it is no longer in its own place."""
+    """Say which other parameter of A stands there on B, where it is no longer in its own place.
+    ``holders``: A's."""
     note = b.parameters.get(other)
     if note is None or len(note.shape) < 2 or note.norm == 0:
         return None  # vectors as norms begin with are equal by themselves
-    for key, digest in a.digests.items():
-        stays = key in pairs and b.digests[pairs[key]] == digest
-        if digest == b.digests[other] and key != name and not stays:
+    for key in holders.get(b.digests[other], ()):
+        stays = key in pairs and b.digests[pairs[key]] == b.digests[other]
+        if key != name and not stays:
             return fact("preflight.moved", key=key)
     return None
 
 
-def _tied_alone(name: str, other: str, a: ModelIdentity, b: ModelIdentity) -> Fact | None:
+def _tied_alone(
+    name: str, other: str, a: ModelIdentity, b: ModelIdentity, holders: tuple[Holders, Holders]
+) -> Fact | None:
     """Say which other parameter it is as well, on one side alone."""
-    for side, model, path, opposite in (("reference", a, name, b), ("candidate", b, other, a)):
-        digest = model.digests[path]
+    sides = (("reference", a, name, b), ("candidate", b, other, a))
+    for (side, model, path, opposite), own in zip(sides, holders, strict=True):
         note = model.parameters.get(path)
         if note is None or len(note.shape) < 2 or note.norm == 0:
             continue  # vectors of zeros or ones, as norms begin with, are equal by themselves
-        equal = [key for key in model.digests if key != path and model.digests[key] == digest]
-        for key in equal:
-            if opposite.digests.get(key) not in (None, opposite.digests.get(path)):
+        for key in own[model.digests[path]]:
+            beside = opposite.digests.get(key)
+            if key != path and beside not in (None, opposite.digests.get(path)):
                 return fact("preflight.tied_alone", key=key, side=side)
     return None
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ from divergence.run.writer import RunWriter
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 """What one forward is given: its only argument, all of them, or named ones."""
 _APPLY = ("sites", "label")
+_CALL = "_compiled_call_impl"
+"""What torch runs of a module in the place of its forward, where it is set."""
 
 
 class Recording:
@@ -74,7 +76,7 @@ class Recording:
     ) -> None:
         self._module, self._recorders, self._manifest = module, recorders, manifest
         self._like = like
-        self._call = type(module).__call__
+        self._compiled = getattr(module, _CALL)
         self._caches: dict[int, tuple[Any, Any]] = {}
         self.is_open = True
         # inputs of each step of ``like``, by port
@@ -92,6 +94,9 @@ class Recording:
         """One forward of the module, with gradients in training mode alone; returns what the module
         does. With ``like`` it is run twice, and raises UsageError for inputs that are not that
         run's."""
+        return self._step(self._module, args, kwargs)
+
+    def _step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_open:
             raise UsageError("the run is complete: its `with` block has ended")
         number, tokens = self.num_steps, self._manifest.tokens
@@ -115,8 +120,9 @@ class Recording:
         results: list[Any] = []
         for recorder, (places, names) in zip(self._recorders, calls, strict=True):
             recorder.begin(sample=number, batch=1, num_tokens=0)
-            with recorder.installed(), torch.set_grad_enabled(grad and not results):
-                results.append(self._call(self._module, *places, **names))
+            graded = functools.partial(torch.set_grad_enabled, grad and not results)
+            with self._called(self._compiled), recorder.installed(), graded():
+                results.append(call(*places, **names))
             if recorder is self._recorders[0]:
                 note_changes(self._module, self._manifest.model.derived, number)
         return results[0]
@@ -146,17 +152,23 @@ class Recording:
     @contextlib.contextmanager
     def calls_recorded(self) -> Iterator[None]:
         """Within the block, who calls the module makes a step."""
-        module, kind = self._module, type(self._module)
-        if not isinstance(module, torch.jit.ScriptModule):
-            calling = {"__call__": lambda _, *args, **kwargs: self.step(*args, **kwargs)}
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            module.__class__ = type(kind.__name__, (kind,), names | calling)
+        call = functools.partial(torch.nn.Module.__call__, self._module)
+        try:
+            with self._called(lambda *args, **kwargs: self._step(call, args, kwargs)):
+                yield
+        finally:
+            self.is_open = False
+
+    @contextlib.contextmanager
+    def _called(self, call: Callable[..., Any] | None) -> Iterator[None]:
+        """Within the block, ``call`` runs where the module is called, as a compiled forward does:
+        the module keeps its class, and copies of it and what is saved of it do not have it."""
+        own = vars(self._module)
+        before, own[_CALL] = own.get(_CALL), call
         try:
             yield
         finally:
-            self.is_open = False
-            if type(module) is not kind:
-                module.__class__ = kind
+            own[_CALL] = before
 
     def repeat(self) -> None:
         """Makes every step of the run in ``like``, with its inputs. Raises UsageError where it does

@@ -385,6 +385,9 @@ class Division:
             self._owned[site] = answers
         return self._owned[site]
 
+    def order(self, order: int) -> int:
+        return order + _STAGE * self.ranks.places.get("pp", 0)
+
     def place(
         self, site: str, item: CapturedTensor, *, sample: int, step: int, pass_: str
     ) -> tuple[str, ...] | None:
@@ -477,7 +480,7 @@ class _Share:
             sample=sample,
             step=step,
             site=site,
-            order=order + _STAGE * division.ranks.places.get("pp", 0),
+            order=division.order(order),
             placement=division.place(site, item, sample=sample, step=step, pass_=pass_),
             **rest,
         )

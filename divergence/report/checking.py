@@ -53,10 +53,7 @@ def check_document(result: CheckResult, *, verbose: bool = False, brief: bool = 
     page = checked_page(result)
     word, _, text = page.headline.partition(": ")
     entries = [("not seen", text, "") for text in unseen(result.report) if brief and result.passed]
-    alone = len(page.bad) == len(result.failures) == 1
-    for failure in result.failures if alone else ():
-        text = f"{page.policy}, {failure.rule}: {failure.text}"
-    for case in () if alone else page.bad:
+    for case in page.bad:
         if case.rule.startswith("known["):
             continue  # each stands below
         most = None if verbose else _MOST_OF_RULE

@@ -284,8 +284,8 @@ def _prompts(manifest: Manifest) -> Section:
         rows.append((number, len(sample.prompt_ids), made, shortened(text, 60) + files))
     num = sum(len(sample.prompt_ids) for sample in tokens.samples)
     detail = f"{count(len(tokens.samples), 'sample')} of {count(num, 'token')}{forced}"
-    what = "{:,} labels" if manifest.training.train else "{:,} generated"
-    columns = [Column("", each.format) for each in ("{}", "{:,} prompt tokens", what, "{}")]
+    what = partial(count, noun="label") if manifest.training.train else "{:,} generated".format
+    columns = [Column("", text) for text in (str, partial(count, noun="prompt token"), what, str)]
     table = Table(columns=columns, num_left=4, rows=rows)
     return Section(title="prompts", detail=detail, body=[table])
 

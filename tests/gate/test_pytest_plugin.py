@@ -60,7 +60,9 @@ def test_a_golden_is_blessed_checked_and_chosen(project, pytester, runs):
     project(f"divergence_golden('llama', run={str(runs / 'faulty')!r})")
     result = pytester.runpytest_inprocess()
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["golden: *", "FAILED: *, verdicts: *", "*FAILED: held against*"])
+    result.stdout.fnmatch_lines(
+        ["golden: *", "FAILED: 1 of *", "*verdicts: *", "*FAILED: held against*"]
+    )
 
     result = pytester.runpytest_inprocess("--divergence-bless")
     result.stdout.fnmatch_lines(["*cannot become a golden*planted faults*"])

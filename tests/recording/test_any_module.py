@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 
 import pytest
@@ -326,3 +328,18 @@ def test_a_training_loop_keeps_its_gradients(tmp_path):
             tower(torch.ones(1, 12, 32)).sum().backward()
     assert tower.blocks[0][1].weight.grad is not None
     assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
+
+
+def test_a_copy_of_a_recorded_module_is_its_own(tmp_path):
+    """As an average of weights is, or what is saved for later: no step, in the block or after."""
+    module, given = torch.nn.Linear(4, 4).eval(), torch.ones(1, 4)
+    with record(module, out=tmp_path / "a"):
+        usual, other, saved = module(given), copy.deepcopy(module), io.BytesIO()
+        torch.save(module, saved)
+        with torch.no_grad():
+            other.weight.zero_()
+        assert torch.equal(other(given)[0], other.bias) and type(module) is torch.nn.Linear
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, weights_only=False)(given), usual)
+    assert torch.equal(other(given)[0], other.bias)
+    assert len(Run.open(tmp_path / "a").manifest.tokens.samples) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from divergence.comparison.preflight import match_parameters, moved
+from divergence.comparison.preflight import holders_of, match_parameters, moved
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
 from divergence.outside import Budget
@@ -62,7 +62,7 @@ def _relations(models: list[ModelIdentity]) -> list[Fact]:
         if models[0].digests[names[0]] != models[1].digests[names[1]]:
             kinds.setdefault(starred(names[0]), names)
     groups: dict[Fact, list[tuple[str, Relation]]] = {}
-    work = 0
+    work, holders = 0, holders_of(models[0])
     for names in sorted(kinds.values(), key=lambda names: _work(names, stored)):
         work += _work(names, stored)
         if work > _MOST_WORK:
@@ -74,7 +74,7 @@ def _relations(models: list[ModelIdentity]) -> list[Fact]:
                 value = tensors[name].to(format_named(note.dtype).torch_dtype)
                 values += [value] * (digest_tensor(value) == model.digests[name])
         if len(values) == 2:
-            other = moved(*names, models[0], models[1], pairs)
+            other = moved(*names, holders, models[1], pairs)
             how = relation(*values) if other is None else Relation("moved", False, other)
             groups.setdefault(how.kind, []).append((names[0], how))
     return [

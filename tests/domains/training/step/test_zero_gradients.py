@@ -92,7 +92,8 @@ def test_what_cancels_in_exact_arithmetic_is_rounding(step, tmp_path):
     report = divergence.compare(a, b, truth=truth)
     biases = [one for one in report.sites if one.site.endswith("k_proj#backward:out.bias")]
     assert max(one.rel_l2 for one in biases) > 0.1
-    assert report.verdict.kind == "within_floor" and report.verdict.side == "neither"
+    # on some processors one side's kernels are coarser in all blocks, and no side is told
+    assert report.verdict.kind == "within_floor" and report.verdict.side in ("neither", None)
     assert divergence.compare(a, b).verdict.kind == "within_floor"
     with lost("model.decoder.layers.1.self_attn.q_proj.bias"):  # whose terms do not
         bad = step("bad", like=a)

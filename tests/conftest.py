@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import logging
@@ -60,6 +61,18 @@ SLOW = Path(__file__).with_name("slow.txt")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--order", type=int, help="the seed of a random order of files, and of tests")
+
+
+def pytest_configure() -> None:
+    """Properties hold for the same examples in every run, however busy the machine is."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile(
+            "same", deadline=None, derandomize=True, suppress_health_check=slow
+        )
+        settings.load_profile("same")
 
 
 @pytest.hookimpl(tryfirst=True)

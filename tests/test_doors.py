@@ -26,7 +26,7 @@ INSIDE = {
         comparison.decide comparison.experts comparison.judge comparison.measure.pairs
         comparison.measure.rating comparison.measure.truth comparison.preflight
         domains.collectives.compare domains.collectives.orders domains.collectives.recorded
-        domains.collectives.result domains.logprobs.compare domains.probe.find
+        domains.logprobs.compare domains.probe.find
         domains.scores.joining domains.scores.judging domains.scores.rows domains.suite.compare
         domains.training.plan experiments.explain experiments.localization.repetition
         experiments.sensitivity fleet.many gate.policy""",
@@ -45,13 +45,13 @@ INSIDE = {
         domains.quantization.checkpoint domains.quantization.engine domains.scores.formats
         domains.scores.formats.reading domains.training.policies
         domains.training.recording.options domains.vllm.engine recording.code
-        recording.engines.identity recording.prompts recording.structure""",
+        recording.engines.identity recording.prompts""",
     "where a test puts a fault of the machine, or counts what is done": """
         cli.streams comparison.measure.processes domains.logprobs.endpoints.capture
         domains.logprobs.endpoints.client domains.scores.formats.lm_eval
         domains.training.recording.step experiments.diff experiments.localization.machine
-        experiments.selfcheck experiments.selftest recording.api recording.engines.load
-        recording.engines.many_steps recording.forwards recording.keeper recording.machine
+        experiments.selftest recording.api
+        recording.engines.many_steps recording.keeper recording.machine
         recording.passes recording.processes recording.widening run.remote run.storage
         run.target""",
 }

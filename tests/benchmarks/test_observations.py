@@ -136,6 +136,7 @@ def test_logarithms():
     np.testing.assert_allclose(of_logarithm(codes), values, rtol=0.003)
 
 
+@pytest.mark.slow
 def test_the_program_says_what_it_does():
     """Its help names the commands."""
     program = Path(observations.__file__)
@@ -166,6 +167,7 @@ def test_a_line_that_was_cut_short_costs_its_own_pair_alone(tmp_path):
     assert [item.key for item in store.lines("trust")] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_replaying_nothing_is_no_success(tmp_path):
     """An empty store, and a kind that does not exist, are errors."""
     for arguments in (["replay", "--store", str(tmp_path)], ["replay", "--kinds", "nosuch"]):

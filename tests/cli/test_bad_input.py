@@ -467,7 +467,7 @@ def test_force_does_not_remove_what_is_no_run(refused, llama, tmp_path):
 
 def test_odd_names_are_names(invoke, llama, tmp_path):
     """Brackets, spaces, quotes, other alphabets, bytes that are no text."""
-    for name in ("a [red]b[/red]", "ü 'x' \"y\"", "名前", "-", "caf\udce9"):
+    for name in ("a [red]b[/red] ü 'x' \"y\" 名前", "-", "caf\udce9"):
         code, _, err = invoke("capture", llama, *SHORT, "-o", f"./{name}")
         assert code == 0, err
         assert invoke("inspect", f"./{name}", "--verify")[0] == 0

@@ -39,6 +39,7 @@ def follow(report, capsys):
     return out
 
 
+@pytest.mark.slow
 def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys, answer):
     """The block's inside gets an escalated pass and a truth too, or all would pass there."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
@@ -105,6 +106,7 @@ def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
     assert "confidence  high" in follow(report, capsys)
 
 
+@pytest.mark.slow
 def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     """The first run is not anchored: the operators of an anchored one would have no partner."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
@@ -117,6 +119,7 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     assert "side        B is wrong" in said
 
 
+@pytest.mark.slow
 def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):
     """The first anchors nothing before it is there in full itself, nor does a truth judge it; no
     descent begins from it."""

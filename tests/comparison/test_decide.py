@@ -149,7 +149,7 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
         unique_by=lambda one: one[0],
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
     """What stands below the verdict's claim in the table may be told beside it, and no more."""
     line = {claim: CLAIMS[claim].precedence for claim in CLAIMS}
@@ -172,7 +172,7 @@ def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
         ]
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_order_of_findings_does_not_matter(findings):
     """Kind, onset, side and confidence are those of the same findings in any order."""
     one, two = decide(findings).verdict, decide(list(reversed(findings))).verdict

@@ -262,6 +262,7 @@ def test_every_block_wrong_in_one_step_of_one_prompt_is_found_by_a_truth(size, d
     assert "in prompt 2 alone (of 3) and decode step 7 alone (of 9)" in verdict.summary
 
 
+@pytest.mark.slow
 def test_prompts_beside_a_wrong_one_are_not_blamed_on_the_other_side(
     tiny_model, tmp_path, monkeypatch
 ):

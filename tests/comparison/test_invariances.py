@@ -173,6 +173,7 @@ def test_a_constant_that_rounding_eats_the_logits_by_is_a_fault(runs, tmp_path):
     assert report.verdict.onset.site == "lm_head:out"
 
 
+@pytest.mark.slow
 def test_a_constant_before_a_cap_is_a_fault(tmp_path):
     """tanh(z + c) is no tanh(z) with a constant: the head's shift moves the probabilities."""
     import transformers
@@ -271,6 +272,7 @@ def test_a_table_that_is_turned_and_larger_is_a_fault(runs, tmp_path):
     assert report.verdict.onset.site.startswith("model.rotary_emb:out")
 
 
+@pytest.mark.slow
 def test_tables_that_queries_and_keys_do_not_share_are_a_fault(runs, tmp_path):
     """Where the keys keep theirs, nothing cancels: the free runs part."""
 

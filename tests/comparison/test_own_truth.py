@@ -141,6 +141,7 @@ def test_what_it_does_not_hold_is_judged_without_it(
     assert any("the truth is incomplete (the time it was given)" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_localize_makes_no_truth_where_one_is_carried(runs, tmp_path):
     """The descent begins with the truth that the reference carries."""
     found = divergence.localize(runs["a"], runs["faulty"], out=tmp_path / "out", device="cpu")
@@ -171,6 +172,7 @@ def test_it_names_no_side_where_the_code_differs(runs, tmp_path):
     assert module_of(report.verdict.onset.site) == "model.layers.3"
 
 
+@pytest.mark.slow
 def test_code_that_was_replaced_on_its_own_side_blames_nobody(
     tiny_model, tmp_path, monkeypatch, answer
 ):

@@ -160,6 +160,7 @@ def test_without_a_truth_the_end_of_a_long_tail_of_tokens_is_no_answer(seed, run
         assert any(command.startswith("divergence truth") for command in verdict.next)
 
 
+@pytest.mark.slow
 def test_a_state_of_single_numbers_raises_no_alarm(run_of, answer):
     """RWKV without a truth: a number of its state may be as small as any, and its error is not."""
     config = transformers.RwkvConfig(
@@ -283,6 +284,7 @@ def test_a_bad_token_of_every_prompt_is_in_the_first_line(blocks, truth, run_of,
     assert ", at token 5" in verdict.summary
 
 
+@pytest.mark.slow
 def test_the_first_of_blocks_that_are_off_alike_is_not_named_alone(run_of, answer):
     """Without a truth, one of five passes its limit, and the others are not far from it."""
     a = run_of(dtype="bfloat16", truth="no")

@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def device(on_device):

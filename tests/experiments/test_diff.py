@@ -246,6 +246,7 @@ def test_two_models_are_captured_by_hand(tmp_path):
     assert caught.value.hint[1] == "divergence capture --like a -o b --model org/two"
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_named(tmp_path):
     """By its command."""
     with pytest.raises(UsageError, match="this step failed: divergence capture"):

@@ -92,6 +92,7 @@ def test_a_bystander_explains_nothing_of_it(run, monkeypatch):
     assert not found.flips
 
 
+@pytest.mark.slow
 def test_the_second_sample_of_a_batch_is_explained(run, monkeypatch):
     """The batch that holds the flip is repeated, and its own row of it read."""
     a, b = run("float32", FAULT, batch=True)
@@ -179,6 +180,7 @@ def test_an_error_is_added_at_its_step_and_positions():
         plant.apply(prefill, 1)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_head_is_added_to_the_one_row_it_makes(run):
     """The prefill's logits are the last token's alone, there as here."""
     found = explained(*run("float32", "lm_head:out=scale:1.3"))

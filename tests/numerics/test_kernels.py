@@ -37,7 +37,7 @@ def _noise(shape, seed=0):
 
 
 @pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     shape=st.tuples(st.integers(0, 70), st.integers(0, 40), st.sampled_from([1, 1, 60])),
     names=st.sampled_from(_TRIPLES),

@@ -142,7 +142,7 @@ def test_shapes_are_checked():
         measure_logits(torch.ones(2, 3), torch.ones(2, 3), torch.ones(5))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=1, max_size=8))
 def test_kl_is_never_negative(pairs):
     """KL >= 0 for any two rows, which the plain sum does not keep."""

@@ -48,7 +48,7 @@ def assert_same(many, alone):
             assert x.tolist() == pytest.approx(y.tolist(), rel=REL, abs=0, nan_ok=True), name
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     count=st.integers(1, 6),
     shape=st.lists(st.sampled_from([1, 1, 2, 7, 19, 66]), max_size=3),

@@ -416,7 +416,7 @@ def test_large_and_odd_shapes(dtype, shape):
     assert metrics.one_minus_cosine == pytest.approx((aside / 2).item(), rel=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 40),
     st.integers(1, 60),

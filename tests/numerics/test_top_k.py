@@ -36,7 +36,7 @@ def test_nothing_in_common():
 
 
 @given(st.integers(0, 10_000), st.integers(3, 40), st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_true_value_lies_between(seed, size, one, two):
     """Whatever is cut off; with q known whole there is an upper bound that holds."""
     generator = np.random.default_rng(seed)

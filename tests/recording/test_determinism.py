@@ -8,8 +8,10 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
-from divergence.recording.engines.load import Loading, _model_error
+from divergence.errors import ModelError
+from divergence.recording.engines.load import Loading, load_model
 from divergence.recording.machine import VARIABLES, deterministic_settings
 
 B = torch.backends
@@ -171,9 +173,14 @@ def test_other_warnings_go_where_the_user_sends_them():
         warnings.warn("something else", stacklevel=1)
 
 
-def test_a_package_that_does_not_import_is_no_damaged_file(tmp_path):
+def test_a_package_that_does_not_import_is_no_damaged_file(llama, monkeypatch):
     """The error names the package."""
-    error = ImportError("libhccl.so: cannot open shared object file", name="torch_npu")
-    told = _model_error(Loading(str(tmp_path)), error)
-    assert "damaged" not in str(told) + (told.hint or "")
-    assert "importing torch_npu" in told.hint
+
+    def broken(*args, **options):
+        raise ImportError("libhccl.so: cannot open shared object file", name="torch_npu")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", broken)
+    with pytest.raises(ModelError) as error:
+        load_model(Loading(str(llama)))
+    assert "damaged" not in str(error.value) + error.value.hint
+    assert "importing torch_npu" in error.value.hint

@@ -239,6 +239,7 @@ def test_both_sides_escalated_are_sure(own, like):
     assert seen < 2**-16 < 2**-8 < hidden
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_below_its_floor_is_as_s(wide, like):
     """A's own escalated pass is held against the truth that A carries."""
     bad = wide(prompts=["Kernels differ."], plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.001"])

@@ -195,6 +195,7 @@ def test_a_model_that_decodes_otherwise_is_seen(where, both_ways, monkeypatch):
     assert assert_same(truth, alone) == 0
 
 
+@pytest.mark.slow
 def test_what_is_held_is_bounded(both_ways, monkeypatch):
     """Fewer steps go together where one gives many bytes; where too few fit, none."""
     monkeypatch.setattr(many_steps, "HELD_BYTES", 100_000)

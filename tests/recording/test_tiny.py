@@ -108,6 +108,7 @@ def test_rebuilding_gives_the_same_bytes(architecture, tiny_model, tmp_path):
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
 
+@pytest.mark.slow
 def test_another_process_on_other_kernels_gives_the_same_bytes(llama, tmp_path):
     """Neither the instruction set, nor the hash seed, nor threads reach the files."""
     code = "import sys; from tests.models.tiny import build; build('llama', sys.argv[1])"

@@ -160,6 +160,7 @@ def test_a_padded_batch_has_the_truth_of_its_prompts(captured, truth_of):
             assert rel_l2(row, one) < 1e-13
 
 
+@pytest.mark.slow
 def test_kept_weights_make_no_difference(captured, truth_of, tmp_path, monkeypatch):
     """With and without room to keep widened weights the truth is the same, bit for bit."""
     run = captured("qwen3-moe", dtype="bfloat16")

@@ -27,7 +27,7 @@ def ring(num_bytes: int) -> Buffer:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.one_of(st.integers(0, 400), st.tuples(st.just("drop"), st.integers(0, 9))), max_size=60

@@ -177,6 +177,7 @@ def test_a_prompt_is_not_off_alone_where_others_differ_there(reference, answer):
     assert verdict.summary == "the error is made at model.layers.4:out, at token 4"
 
 
+@pytest.mark.slow
 def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(reference, answer):
     """Its error hangs on one number, which convicts no side; the sides differ by far more than
     rounding makes."""
@@ -247,6 +248,7 @@ def test_a_bad_cache_entry_is_every_blocks(truth, reference, answer, monkeypatch
     assert "kept between steps" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_blocks_that_float32_alone_shows_are_each_named(reference, answer):
     """Below the floor of the runs' dtype, too."""
     a = reference("bfloat16", escalate=True)

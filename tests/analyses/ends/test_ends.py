@@ -343,6 +343,7 @@ def test_positions_off_by_one(run, changed):
     assert "integers do not round" in verdict.summary
 
 
+@pytest.mark.slow
 def test_a_mask_of_all_true(run, changed, tmp_path):
     """A mask that lets everything be seen is found itself, with the numbers it differs at."""
     good = run(sites=["modules"], batch=True, attn_implementation="sdpa")

@@ -298,6 +298,7 @@ def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, answ
     assert "localize" in report.verdict.next[0]  # which goes into the block
 
 
+@pytest.mark.slow
 def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, answer):
     """One token off in the second prompt puts that prompt alone beyond its limit."""
     a, truth = recorded("qwen3-moe", 8, "float32")
@@ -331,6 +332,7 @@ def test_where_the_choice_is_not_known_one_token_says_nothing(recorded, tmp_path
             assert report.verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 def test_a_batch_has_each_prompts_choices(recorded, answer):
     """One expert that is wrong in batches alone: named, with the prompts' own tokens."""
     a, truth = recorded("mixtral", 8, "bfloat16")

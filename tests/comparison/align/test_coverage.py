@@ -95,7 +95,7 @@ def accounted(report) -> None:
     assert not [item for item in report.coverage.unmatched if item.why == UNACCOUNTED]
 
 
-QUICK = ("plain", "escalated", "whole", "short", "operators-like", "own-text")
+QUICK = ("escalated", "whole", "short", "operators-like", "own-text")
 
 
 @pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.slow)])

@@ -273,6 +273,7 @@ def test_digests_of_two_kinds(recorded, tmp_path):
     assert "two kinds" in error.value.hint
 
 
+@pytest.mark.slow
 def test_only_changed_gives_the_same_report(recorded, tmp_path):
     """A run that holds only what differs is compared like the whole one."""
     first = recorded(sites="modules")
@@ -289,6 +290,7 @@ def test_only_changed_gives_the_same_report(recorded, tmp_path):
     assert compare(tmp_path / "part", tmp_path / "whole").sites  # without the first: by digest
 
 
+@pytest.mark.slow
 def test_another_batch(tiny_model, tmp_path):
     """Rows of a sketched batch are estimated against single prompts in full; two sketches of other
     batches have other signs, and are skipped with the reason."""

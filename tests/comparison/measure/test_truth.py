@@ -116,6 +116,7 @@ def test_a_shared_fault_is_not_the_candidates_alone(case):
     assert (verdict.kind, verdict.side) == ("identical", "both")
 
 
+@pytest.mark.slow
 def test_weights_rounded_for_one_side_are_no_fault_of_the_other(tmp_path, tiny_model):
     """A float32 checkpoint run in 16 bits: its truth has rounded weights, a wider run has not."""
     one = Case(tmp_path, tiny_model("llama", dtype="float32"), dtype="bfloat16")
@@ -177,6 +178,7 @@ def test_a_fault_below_the_floor_shows_in_the_escalated_pass(case):
     assert "within the limits of the runs' own dtype" in verdict.summary
 
 
+@pytest.mark.slow
 def test_an_escalated_pass_tells_a_formula_from_coarse_kernels(case):
     """A fault of more than the floor that vanishes in float32 is the 16-bit kernels' own."""
     one = case()
@@ -190,6 +192,7 @@ def test_an_escalated_pass_tells_a_formula_from_coarse_kernels(case):
     assert "a wrong formula or wrong data" in said["formula"]
 
 
+@pytest.mark.slow
 def test_escalated_passes_of_both_sides_need_no_truth(case):
     """Two float32 passes over the same inputs are compared with each other."""
     one = case()
@@ -202,6 +205,7 @@ def test_escalated_passes_of_both_sides_need_no_truth(case):
     assert verdict.side == "candidate"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_everywhere_is_named_by_its_class(case):
     """Every RMSNorm with a wrong epsilon is one cause, not the first block's."""
     one = case("float32", ("modules",))
@@ -281,6 +285,7 @@ def test_free_runs_alone_have_a_side_too(case):
     assert last.truth.w_median > 100
 
 
+@pytest.mark.slow
 def test_a_truth_of_many_prompts_in_one_batch(case, tmp_path, tiny_model):
     """Pads are apart, and the fault is found all the same."""
     root = tmp_path

@@ -179,6 +179,7 @@ def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
             assert float((y - right).norm() / right.norm()) < 1e-14
 
 
+@pytest.mark.slow
 def test_a_truth_of_weights_alone_multiplies_what_the_codes_stand_for(checkpoint, tmp_path):
     """Code × scale without the rounding of a dequantised weight."""
     pytest.importorskip("compressed_tensors")

@@ -72,6 +72,7 @@ def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
     assert report.verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 def test_the_truth_quantises_the_cache_however_many_steps_it_makes_at_once(
     folder, tmp_path, answer
 ):

@@ -254,7 +254,6 @@ TEXTS: dict[str, tuple[str, str, str]] = {
         review(value={f"m{n}": 1.0 for n in range(10_000)}) + review(status="failed") * 101,
         "no score by any",
     ),
-    "a row over lines": ("a.csv", "id,score\n" + '"\n",' * 5_000_000, "a row is longer"),
     "cells": ("a.csv", "id,score\n1,2,3\n", "as many cells"),
     "a field": ("a.csv", 'id,score\n"' + "x" * 200_000, "no table"),
     "no text": ("a.csv", "id,score\n\udcff,1\n", "no table"),
@@ -272,6 +271,14 @@ def test_texts(name, tmp_path, capsys):
     with pytest.raises(DumpError, match=words) as caught:
         read(str(path), ReadRequest(), format="plain" if file[0] == "a" else "evalscope")
     assert path.name in str(caught.value.where)
+
+
+def test_a_row_over_lines_is_bounded(tmp_path, monkeypatch):
+    """However short each of its lines is."""
+    monkeypatch.setattr("divergence.outside.MAX_ROW_BYTES", 1 << 16)
+    (tmp_path / "a.csv").write_text("id,score\n" + '"\n",' * 20_000)
+    with pytest.raises(DumpError, match="a row is longer than 65,536 bytes"):
+        read(str(tmp_path / "a.csv"), ReadRequest(), format="plain")
 
 
 def test_work_grows_with_the_file(lm_eval, monkeypatch):

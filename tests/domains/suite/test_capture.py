@@ -52,6 +52,7 @@ def test_a_suite_is_a_run(quick):
     assert notes["rms_norm.bfloat16.odd.strided.normal"].kind == "torch"
 
 
+@pytest.mark.slow
 def test_a_repeat_has_the_same_bits(quick, tmp_path):
     """--like takes the recorded bytes; on the same machine every result is the same."""
     run, truth = quick

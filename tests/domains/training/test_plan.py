@@ -78,6 +78,7 @@ def test_tensor_parallelism_reduces_twice_each_way_in_a_block(llama):
     assert any("one all-reduce" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_the_meshs_default_stage(llama):
     """3 with fsdp, else 0; N is the axis that divides."""
     assert plan_of(llama, mesh="fsdp=4,tp=2").zero == 3
@@ -135,6 +136,7 @@ def test_a_dry_run_has_the_plan(llama, dry_run, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
     dry = dry_run(llama, "--prompts", "p.jsonl", "--train", "--mesh", "fsdp=4")
     assert dry["training"]["micro_batch"] == [1, 3]
+    assert (dry["training"]["zero"], dry["training"]["num_ranks"]) == (3, 4)
     assert dry["training"]["accumulates"]
     assert dry["total_bytes"] == dry["training"]["dump_bytes"]
     dry = dry_run(llama, "--train", "--micro-batch-size", 8, "--sequence-length", 64)
@@ -142,6 +144,7 @@ def test_a_dry_run_has_the_plan(llama, dry_run, tmp_path):
     assert dry_run(llama)["training"] is None
 
 
+@pytest.mark.slow
 def test_fused_attention_holds_no_square(llama):
     """Twice the tokens, twice the activations under sdpa; eager keeps tokens × tokens."""
     saved = {}

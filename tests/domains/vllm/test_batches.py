@@ -10,7 +10,6 @@ import torch
 
 from divergence.domains.vllm.engine import Gathered, PromptTokens, alone, forward_of
 from divergence.errors import ModelError
-from divergence.recording.forwards import Sink
 from divergence.recording.prompts import group_samples
 from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import SampleTokens
@@ -102,7 +101,7 @@ def test_one_prompt_alone():
 
 def test_parts_of_a_step_are_gathered():
     """Each forward gives the rows of its own prompts."""
-    sink: Sink = Gathered()
+    sink = Gathered()
     for members, value in (((0, 2), 1.0), ((1,), 2.0)):
         sink.part = members
         sink.members.update(members)

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from math import nan
 
 import numpy as np
@@ -696,15 +694,14 @@ def test_what_is_no_checkpoint_says_so(original, tmp_path):
             divergence.compare_weights(original, tmp_path / name)
 
 
-def test_the_command_says_what_is_related_first(original, changed):
+def test_the_command_says_what_is_related_first(original, changed, invoke):
     """And exits with 1 where it is asked to."""
-    path = changed(every("q_proj", to_pairs))
-    words = [sys.executable, "-m", "divergence", "weights", str(original), str(path)]
-    done = subprocess.run([*words, "--exit-code"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("OTHER WEIGHTS: 3 of 30 parameters: the same rows in another")
-    answer = subprocess.run([*words, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(answer.stdout)["relations"][0]["name"] == "reordered"
+    words = "weights", original, changed(every("q_proj", to_pairs))
+    code, out, err = invoke(*words, "--exit-code")
+    assert code == 1, err
+    assert out.startswith("OTHER WEIGHTS: 3 of 30 parameters: the same rows in another")
+    code, out, _ = invoke(*words, "--json")
+    assert code == 0 and json.loads(out)["relations"][0]["name"] == "reordered"
 
 
 def test_other_errors_are_usage_errors(original):

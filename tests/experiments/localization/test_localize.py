@@ -42,9 +42,15 @@ def runs(llama, tmp_path_factory):
     return folder
 
 
-def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(runs, tmp_path):
+@pytest.fixture(scope="module")
+def planted(runs):
+    """What is found of the planted fault, in the folder ``found``."""
+    return localize(runs / "a", runs / "planted", truth=runs / "truth", out=runs / "found")
+
+
+def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(runs, planted):
     """Block, module and operator in one call, proven by substitution, with a reproducer."""
-    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
+    result = planted
     assert [level.level for level in result.levels] == ["block", "module", "operator"]
     assert [level.site for level in result.levels] == [
         f"{BLOCK}:out",
@@ -58,7 +64,7 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     assert result.causal.holds
     assert result.causal.before > 1 > result.causal.largest_limit_usage
     assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
-    report = (tmp_path / "work/repro/report.md").read_text()
+    report = (runs / "found/repro/report.md").read_text()
     assert f"{BLOCK}.mlp.act_fn/aten.mul" in report  # what that side alone calls
     assert result.commands == []
 
@@ -118,6 +124,7 @@ def test_a_reproducer_says_what_the_probe_knows_of_its_operation(lossy):
     assert "linear" not in report.partition("## Arithmetic")[2]
 
 
+@pytest.mark.slow
 def test_what_several_operators_read_is_replaced_for_all_of_them(runs, tmp_path):
     """A norm reads its input twice, for the mean and for the product: proven all the same."""
     plant = f"{BLOCK}.post_attention_layernorm:in=noise:0.05"
@@ -128,12 +135,12 @@ def test_what_several_operators_read_is_replaced_for_all_of_them(runs, tmp_path)
     assert result.causal.holds
 
 
+@pytest.mark.slow
 def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
     """The healthy side's result is then put in the reference's place."""
-    planted, healthy = Run.open(runs / "planted"), runs / "healthy"
+    planted = Run.open(runs / "planted")
     again = capture(like=planted, out=tmp_path / "again", plants=[])
     assert again.manifest.plan.plants == []
-    del healthy
     result = localize(planted, again, out=tmp_path / "work")
     assert result.side == "reference"
     assert result.operator.site == f"{BLOCK}.mlp/aten.mul"
@@ -195,14 +202,13 @@ def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
     assert (work / "reference-operators/manifest.json").stat().st_mtime_ns == made
 
 
-def test_the_page_and_the_json_say_the_same(runs, tmp_path, lines_of):
+def test_the_page_and_the_json_say_the_same(planted, lines_of):
     """The operator first; the answer alone is its first lines; JSON holds the same facts."""
-    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
-    lines = lines_of(result)
+    lines = lines_of(planted)
     assert lines[0].startswith("LOCALIZED: the error comes into")
     assert len(lines) < 60
-    assert lines_of(result, "-q") == lines[:4]
-    answer = json.loads(result.to_json())
+    assert lines_of(planted, "-q") == lines[:4]
+    answer = json.loads(planted.to_json())
     assert (answer["schema_version"], answer["side"]) == (1, "candidate")
     assert answer["causal"]["holds"] is True
 
@@ -271,6 +277,7 @@ def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp
     assert "only B calls lm_head/aten.mul" in result.stopped
 
 
+@pytest.mark.slow
 def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, tmp_path):
     """In BERT, a healthy dropout before the planted fault, flagged against the truth on both."""
     model, dense = str(tiny_model("bert")), "bert.encoder.layer.1.intermediate.dense:out"

@@ -92,6 +92,7 @@ def test_a_truth_sees_no_less(found, dtype):
     assert sum(one.size for one in having.sizes) < sum(one.size for one in without.sizes)
 
 
+@pytest.mark.slow
 def test_the_escalated_pass_sees_deeper(found):
     """In float32 the same fault of formula is seen three orders below the floor of bfloat16."""
     result = found("bfloat16", True)

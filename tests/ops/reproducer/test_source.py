@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.errors import FaultError
@@ -25,6 +25,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(PLAIN)
 def test_a_literal_is_the_value(value):
     """Python reads back what was written, on one line."""

@@ -3,12 +3,13 @@ server does (speakers.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -197,9 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, data)
 
 
-@pytest.fixture
-def stub():
-    """``stub.url`` of a server that runs while the test does."""
+@contextlib.contextmanager
+def serving() -> Iterator[Stub]:
+    """A server that runs meanwhile, at its ``url``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # a client that went away
@@ -211,6 +212,13 @@ def stub():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def stub():
+    """A server that runs while the test does."""
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture

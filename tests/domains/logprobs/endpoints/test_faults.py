@@ -7,12 +7,21 @@ import random
 
 import pytest
 
-from divergence import compare
+from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
-from tests.domains.logprobs.endpoints.conftest import VOCABULARY
+from tests.domains.logprobs.endpoints.conftest import VOCABULARY, serving
 
 PROMPTS = [f"{n:02} is a prompt" + " and a few words more" * (n % 3) for n in range(24)]
 GIVEN = {"prompts": PROMPTS, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The run of a server without a fault: A of most pairs."""
+    with serving() as stub:
+        stub.speaks = "sglang"
+        server = ServerOptions(endpoint=stub.url)
+        return capture("tiny", server=server, out=tmp_path_factory.mktemp("healthy") / "a", **GIVEN)
 
 
 @pytest.fixture(autouse=True)
@@ -99,45 +108,42 @@ def test_answers_that_part_at_their_first_token_are_no_texts_alone(stub, serve):
     assert report.verdict.kind == "drift" and "does not flip" in report.verdict.summary
 
 
-def test_the_place_named_is_that_of_the_fault_and_not_of_a_tie_before_it(stub, serve):
+def test_the_place_named_is_that_of_the_fault_and_not_of_a_tie_before_it(stub, serve, healthy):
     """Among ties that rounding flips the first fault is the onset."""
-    a = serve("a")
     stub.noise = 0.05
     wrong_at(stub, 8, 5)
-    report = compare(a, serve("b"))
+    report = compare(healthy, serve("b"))
     first = report.logprobs.first_difference
     assert report.logprobs.num_ties and report.logprobs.num_faults
     assert first.judgement == "fault"
     onset = report.verdict.onset
     assert (onset.sample, onset.position) == (first.sample, first.position)
-    assert sum(a.manifest.tokens.samples[onset.sample].prompt_ids) % 5 == 0
+    assert sum(healthy.manifest.tokens.samples[onset.sample].prompt_ids) % 5 == 0
 
 
-def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve):
+def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve, healthy):
     """A greedy choice in another pass than the one that is told: near ties alone are chosen
     otherwise, which is no sampling, and leaves low confidence."""
-    a = serve("a")
 
     def noisy(row, whole):
         noise = random.Random(repr(whole))
         return [value + noise.gauss(0, 0.1) for value in row]
 
     choose_by(stub, noisy)
-    report = compare(a, serve("b"))
+    report = compare(healthy, serve("b"))
     assert 0 < report.logprobs.max_below_likeliest["candidate"] < 0.5
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
     assert "does not choose the likeliest token of its own list" in report.verdict.summary
 
 
-def test_a_penalty_is_not_called_sampling_alone(stub, serve):
+def test_a_penalty_is_not_called_sampling_alone(stub, serve, healthy):
     """A choice that is not the likeliest token may be sampling, a penalty or a bias."""
-    a = serve("a")
 
     def penalised(row, whole):
         return [value * 2.5 if n in whole else value for n, value in enumerate(row)]
 
     choose_by(stub, penalised)
-    report = compare(a, serve("b"))
+    report = compare(healthy, serve("b"))
     assert report.verdict.kind == "systematic"
     assert "it samples, or a penalty or a bias moves its choice" in report.verdict.summary
 
@@ -149,10 +155,9 @@ def beginning_with(numbers):
 
 
 @pytest.mark.parametrize("which", ["longer", "later", ""])
-def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, which):
+def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, healthy, which):
     """Positions scaled wrongly, a server that came back with other weights, one bad replica of two:
     half of the prompts are as ever."""
-    a = serve("a")
     chosen = {
         "longer": lambda ids: len(ids) > 24,
         "later": beginning_with(range(12, 24)),
@@ -163,7 +168,7 @@ def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, which):
         return [value + noise.gauss(0, 0.9 if chosen(ids) else 0.01) for value in values]
 
     changed(stub, fault)
-    report = compare(a, serve("b", like=a))
+    report = compare(healthy, serve("b", like=healthy))
     assert report.logprobs.pattern in ("everywhere", "shifted"), report.verdict
     num = 16 if which == "longer" else 12
     assert f"{num} of 24 prompts" in report.verdict.summary
@@ -173,45 +178,43 @@ def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, which):
     assert which or "than the others" not in report.verdict.summary
 
 
-def test_a_shift_in_one_direction_is_no_rounding(stub, serve):
+def test_a_shift_in_one_direction_is_no_rounding(stub, serve, healthy):
     """One token gets 6% of the probability wherever it is: all others lose a little, as many as no
     coin falls one way. What looks the same is named."""
-    a = serve("a")
 
     def fault(values, ids, noise):
         return [math.log(0.94 * math.exp(v) + 0.06 * (n == 5)) for n, v in enumerate(values)]
 
     changed(stub, fault)
-    report = compare(a, serve("b", like=a))
+    report = compare(healthy, serve("b", like=healthy))
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "medium")
     assert "as where A leaves out the unlikely tokens" in report.verdict.summary
     assert "what it keeps held 94%" in report.verdict.summary
 
 
-def test_a_difference_that_goes_with_the_log_probability_is_no_rounding(stub, serve):
+@pytest.mark.slow
+def test_a_difference_that_goes_with_the_log_probability_is_no_rounding(stub, serve, healthy):
     """A temperature of 0.97: tokens that are likely are more so, the others less. It is told by the
     lists, however small the difference is."""
-    a = serve("a")
     changed(stub, lambda values, ids, noise: [value / 0.97 for value in values])
-    report = compare(a, serve("b", like=a))
+    report = compare(healthy, serve("b", like=healthy))
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
     assert "at temperature 0.97" in report.verdict.summary
     assert report.logprobs.delta.mean_abs < report.logprobs.explained
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.3, 2.0])
-def test_lists_of_tokens_tell_the_temperature(stub, serve, temperature):
+def test_lists_of_tokens_tell_the_temperature(stub, serve, healthy, temperature):
     """Of two tokens that both sides list at one place the distances are as 1 to its inverse."""
-    a = serve("a")
     changed(stub, lambda values, ids, noise: [value / temperature for value in values])
-    summary = compare(a, serve("b", like=a)).verdict.summary
+    summary = compare(healthy, serve("b", like=healthy)).verdict.summary
     assert f"B's log-probabilities are A's at temperature {temperature:.3g}" in summary
 
 
 @pytest.mark.parametrize(("noise", "kind"), [(0.4, "localized"), (0.02, "within_floor")])
-def test_a_mean_over_healthy_prompts_hides_no_faulty_ones(stub, serve, noise, kind):
+def test_a_mean_over_healthy_prompts_hides_no_faulty_ones(stub, serve, healthy, noise, kind):
     """A quarter of the prompts beyond rounding, diluted by the others."""
-    a, chosen = serve("a"), beginning_with(range(0, 24, 4))
+    a, chosen = healthy, beginning_with(range(0, 24, 4))
 
     def fault(values, ids, r):
         return [value + r.gauss(0, noise if chosen(ids) else 0.01) for value in values]
@@ -221,10 +224,11 @@ def test_a_mean_over_healthy_prompts_hides_no_faulty_ones(stub, serve, noise, ki
     assert (verdict.kind, verdict.confidence) == (kind, "high"), verdict
 
 
-def test_prompts_that_stand_out_are_not_said_to_be_all(stub, serve):
+@pytest.mark.slow
+def test_prompts_that_stand_out_are_not_said_to_be_all(stub, serve, healthy):
     """Of six faulty prompts not all lie beyond the bound: that others are beyond rounding is said.
     Which do, the order of the answers tells, which come several at a time."""
-    a, chosen = serve("a"), beginning_with(range(0, 24, 4))
+    a, chosen = healthy, beginning_with(range(0, 24, 4))
 
     def fault(values, ids, r):
         return [value + r.gauss(0, 0.3 if chosen(ids) else 0.01) for value in values]
@@ -238,6 +242,7 @@ def test_prompts_that_stand_out_are_not_said_to_be_all(stub, serve):
     assert said == bool(numbers["num_beyond"])
 
 
+@pytest.mark.slow
 def test_a_mean_over_long_prompts_hides_no_wrong_answers(stub, serve):
     """The prompt is computed at once, and right; what follows step by step is not."""
     prompts = [f"{n:02} {'a long prompt of many words ' * 8}" for n in range(12)]
@@ -265,9 +270,8 @@ def test_answers_that_nobody_drew_are_of_no_distribution(stub, serve):
     assert "both sides give one answer to each prompt" in report.verdict.summary
 
 
-def test_what_stands_for_no_number_is_none(stub, serve):
+def test_what_stands_for_no_number_is_none(stub, serve, healthy):
     """-9999 is written where a token has no log-probability; it is no difference of 9999 nats."""
-    a = serve("a")
     inner = type(stub).go_on
 
     def go_on(ids, count, seed=None):
@@ -277,15 +281,14 @@ def test_what_stands_for_no_number_is_none(stub, serve):
         return tokens, rows
 
     stub.go_on = go_on
-    report = compare(a, serve("b"))
+    report = compare(healthy, serve("b"))
     assert report.logprobs.delta.max_abs < 1 and report.logprobs.num_other > 0
     assert report.verdict.confidence == "low"
     assert any("not told on both sides" in check.detail for check in report.verdict.checks)
 
 
-def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
+def test_an_integer_beyond_all_floats_is_no_number(stub, serve, healthy):
     """A log-probability of 400 digits is nonfinite, not a crash."""
-    a = serve("a")
     inner = type(stub).go_on
 
     def go_on(ids, count, seed=None):
@@ -293,33 +296,32 @@ def test_an_integer_beyond_all_floats_is_no_number(stub, serve):
         return tokens, [[-(10**400)] * VOCABULARY if count > 1 else row for row in rows]
 
     stub.go_on = go_on
-    assert compare(a, serve("b")).verdict.kind == "nonfinite"
+    assert compare(healthy, serve("b")).verdict.kind == "nonfinite"
 
 
-def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve):
+def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve, healthy):
     """A floor is another run of the same prompts."""
-    a = serve("a")
     stub.noise = 0.6
-    b, other = serve("b", like=a), serve("c", prompts=PROMPTS[::-1])
-    for floor, said in ((b, "is B itself"), (a, "is A itself"), (other, "other prompts")):
+    b, other = serve("b", like=healthy), serve("c", prompts=PROMPTS[::-1])
+    for floor, said in ((b, "is B itself"), (healthy, "is A itself"), (other, "other prompts")):
         with pytest.raises(UsageError, match=said):
-            compare(a, b, floor=floor.path)
+            compare(healthy, b, floor=floor.path)
 
 
-def test_a_floor_farther_off_than_any_precision_is_not_believed(stub, serve):
+def test_a_floor_farther_off_than_any_precision_is_not_believed(stub, serve, healthy):
     """A floor of other weights widens no limit unnoticed."""
-    a = serve("a")
     stub.weights = 1
-    floor = serve("floor", like=a)
+    floor = serve("floor", like=healthy)
     stub.weights, stub.noise = 0, 0.6
-    verdict = compare(a, serve("b", like=a), floor=floor.path).verdict
+    verdict = compare(healthy, serve("b", like=healthy), floor=floor.path).verdict
     assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
     assert "farther off than any precision in use" in verdict.summary
 
 
-def test_answers_that_end_earlier_leave_low_confidence(stub, serve):
+@pytest.mark.slow
+def test_answers_that_end_earlier_leave_low_confidence(stub, serve, healthy):
     """Another stop token, where both dtypes are known."""
-    a, stub.shorter = serve("a"), 2
+    a, stub.shorter = healthy, 2
     verdict = compare(a, serve("b")).verdict
     assert (verdict.kind, verdict.confidence) == ("within_floor", "low")
     assert "end earlier on B, by 2 tokens each" in verdict.summary

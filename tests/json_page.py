@@ -6,6 +6,7 @@ python tests/json_page.py       rewrites docs/json.md and docs/report.schema.jso
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import itertools
@@ -77,10 +78,16 @@ def _inside(hint: object) -> Iterator[type[msgspec.Struct]]:
         yield from _inside(part)
 
 
+@functools.cache
+def classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes that a module defines, by name."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def described(kind: type[msgspec.Struct]) -> dict[str, str]:
     """The string below each field of a struct, by its key; empty where there is none."""
-    (node,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind))).body
-    assert isinstance(node, ast.ClassDef)
+    node = classes(kind.__module__)[kind.__name__]
     texts = {
         field.target.id: inspect.cleandoc(below.value.value)
         for field, below in itertools.pairwise(node.body)

@@ -8,6 +8,7 @@ test of a domain opens a module of that domain, or another name of a listed modu
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,28 +69,42 @@ def listed() -> dict[str, set[str]]:
     return named | {module: set() for module in re.findall(r"`([\w.]+)`[,;]", whole)}
 
 
-def opened() -> Iterator[tuple[str, str]]:
-    """(module of the package, name) of what each test takes."""
+@functools.cache
+def read() -> tuple[list[tuple[str, str]], list[str]]:
+    """(what tests take of the package, tests without a sentence), of one parsing of each file."""
+    taken, mute = [], []
     for file in sorted(TESTS.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        modules = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("divergence"):
-                for alias in node.names:
-                    inner = f"{node.module}.{alias.name}".removeprefix("divergence.")
-                    if _is_module(inner):
-                        modules[alias.asname or alias.name] = inner
-                        yield inner, ""
-                    else:
-                        yield inner.rpartition(".")[0], alias.name
-            elif isinstance(node, ast.Import):
-                for alias in node.names:
-                    if alias.name.startswith("divergence."):
-                        yield alias.name.removeprefix("divergence."), ""
-        for node in ast.walk(tree) if modules else ():
-            owner = node.value if isinstance(node, ast.Attribute) else None
-            if getattr(owner, "id", None) in modules and not node.attr.startswith("__"):
-                yield modules[owner.id], node.attr
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        taken += opened(nodes)
+        mute += [
+            f"{file.name}::{node.name}"
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            if file.name.startswith("test_") and not ast.get_docstring(node)
+        ]
+    return taken, mute
+
+
+def opened(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
+    """(module of the package, name) of what a test takes."""
+    modules = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("divergence"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}".removeprefix("divergence.")
+                if _is_module(inner):
+                    modules[alias.asname or alias.name] = inner
+                    yield inner, ""
+                else:
+                    yield inner.rpartition(".")[0], alias.name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("divergence."):
+                    yield alias.name.removeprefix("divergence."), ""
+    for node in nodes if modules else ():
+        owner = node.value if isinstance(node, ast.Attribute) else None
+        if getattr(owner, "id", None) in modules and not node.attr.startswith("__"):
+            yield modules[owner.id], node.attr
 
 
 def _is_module(name: str) -> bool:
@@ -99,14 +114,7 @@ def _is_module(name: str) -> bool:
 
 def test_each_opens_with_a_sentence():
     """It states the behaviour."""
-    mute = [
-        f"{file.name}::{node.name}"
-        for file in sorted(TESTS.rglob("test_*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        if not ast.get_docstring(node)
-    ]
-    assert mute == []
+    assert read()[1] == []
 
 
 def is_public(module: str, name: str, page: dict[str, set[str]]) -> bool:
@@ -122,5 +130,5 @@ def is_public(module: str, name: str, page: dict[str, set[str]]) -> bool:
 def test_what_tests_open_has_a_reason():
     """Each module that is no public door stands in the list, and nothing else does."""
     page, inside = listed(), {name for names in INSIDE.values() for name in names.split()}
-    used = {module for module, name in opened() if not is_public(module, name, page)}
+    used = {module for module, name in read()[0] if not is_public(module, name, page)}
     assert used == inside

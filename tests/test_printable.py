@@ -38,8 +38,13 @@ def test_what_moves_the_cursor_or_forges_a_line_is_written_out(text, shown):
 
 
 def test_no_character_of_control_or_format_is_left():
-    """All of Unicode."""
-    everything = "".join(map(chr, range(sys.maxunicode + 1)))
+    """All of Unicode; of the places without a character, which are nine of ten, some."""
+    empty = ("Cn", "Co")
+    everything = "".join(
+        char
+        for number, char in enumerate(map(chr, range(sys.maxunicode + 1)))
+        if number % 97 == 0 or unicodedata.category(char) not in empty
+    )
     left = {unicodedata.category(char) for char in printable(everything)}
     assert left.isdisjoint({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
     assert "\n" not in printable(everything)

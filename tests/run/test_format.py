@@ -5,9 +5,6 @@ UPDATE_SCHEMAS=1 python -m pytest tests/run/test_format.py    # after a change o
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
 import json
 import os
 import re
@@ -29,24 +26,12 @@ from divergence.run.manifest import (
     QuantizedScheme,
 )
 from divergence.run.record import Call, Operand, Place, Record, Sketch
+from tests.json_page import described
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")
 FIXTURES = ROOT / "tests/fixtures"
 SCHEMAS = {"dump-format.schema.json": Manifest, "record.schema.json": Record}
-
-
-def field_docs(kind) -> dict[str, str]:
-    """The string below each field of a struct, by the field's key."""
-    (node,) = ast.parse(inspect.getsource(kind)).body
-    keys = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
-    return {
-        keys[field.target.id]: inspect.cleandoc(below.value.value)
-        for field, below in itertools.pairwise(node.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -56,9 +41,9 @@ def test_the_schema_is_that_of_the_types(name):
     schema |= msgspec.json.schema(SCHEMAS[name])
     for kind in [*documented_types(), ArithmeticFact, Sketch]:
         properties = schema["$defs"].get(kind.__name__, {}).get("properties", {})
-        docs = field_docs(kind) if properties else {}
-        for key, text in docs.items():
-            properties[key]["description"] = text
+        for key, text in described(kind).items() if properties else ():
+            if text:
+                properties[key]["description"] = text
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     path = ROOT / "docs" / name
     if os.environ.get("UPDATE_SCHEMAS"):

@@ -27,6 +27,7 @@ has no figure there.
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import ctypes
 import gc
@@ -470,6 +471,10 @@ def main() -> None:
         grow(args.grow[0], args.rounds, Path(args.grow[1]))
         return
     checkouts = {"now": ROOT} if args.old is None else {"before": args.old.resolve(), "now": ROOT}
+    # A user's modules are compiled once; the environment of a container often forbids to keep that.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    for checkout in checkouts.values():
+        compileall.compile_dir(checkout / "divergence", quiet=1)
     with tempfile.TemporaryDirectory() as name:
         for part in args.only:
             if part == "overhead":

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import divergence
 from benchmarks._machines import Machine, planting
-from divergence import Report, Run
+from divergence import Report, Run, TrainOptions
 from divergence.domains.training.recording import optimizer
 from divergence.domains.training.recording import step as session
 from tests.models import tiny
@@ -44,8 +44,8 @@ PROMPTS = [
 HEALTHY: dict[str, dict[str, Any]] = {
     "sdpa": {"attn_implementation": "sdpa"},
     "one batch": {"batch": True},
-    "checkpointing": {"gradient_checkpointing": True},
-    "autocast bfloat16": {"autocast": "bfloat16"},
+    "checkpointing": {"training": TrainOptions(gradient_checkpointing=True)},
+    "autocast bfloat16": {"training": TrainOptions(autocast="bfloat16")},
     "two threads": {"threads": 2},
 }
 
@@ -128,20 +128,16 @@ def show(name: str, architecture: str, dtype: str, a: Run, b: Run, truth: Run) -
 
 
 def step(model: Path | None, out: Path, **options: Any) -> Run:
-    fresh = (
-        {}
-        if model is None
-        else {
-            "train": True,
-            "prompts": PROMPTS,
-            "optimizer": "adamw",
-            "clip_grad_norm": 0.1,
-            "loss_scale": 256.0,
-        }
-    )
-    source = None if model is None else str(model)
+    fresh: dict[str, Any] = {}
+    if model is not None:
+        step = TrainOptions(train=True, optimizer="adamw", clip_grad_norm=0.1, loss_scale=256.0)
+        fresh = {"prompts": PROMPTS, "training": step}
     return divergence.capture(
-        source, out=out, machine=divergence.MachineOptions(probe=False), **fresh, **options
+        None if model is None else str(model),
+        out=out,
+        machine=divergence.MachineOptions(probe=False),
+        **fresh,
+        **options,
     )
 
 

@@ -75,6 +75,9 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             return NotImplemented
         return (self.code, self.values, self.block) == (other.code, other.values, other.block)
 
+    def __ne__(self, other: object) -> bool:  # msgspec's own tells one object from another
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self.code)
 

@@ -163,7 +163,10 @@ def write(
             )
         num_records += len(kept)
     if not num_records:
-        raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")
+        raise DumpError(
+            "nothing in the dump is the same on all ranks: the run would be empty",
+            hint="name the files of one rank, as of data-parallel ones",
+        )
 
 
 def _common_tensor(ranks: list[Dumped]) -> torch.Tensor | None:

@@ -61,13 +61,13 @@ def import_dump(
             except DumpError as error:
                 damage = f": {error.message}"
         raise DumpError(
-            f"the folder is no dump that is known{damage}",
+            f"this is no dump that is known{damage}",
             where=str(folder.path),
             hint=f"--format {', '.join(FORMATS)}, or files of .npy, .pt or .safetensors with --map",
         )
     if form is None:
         raise DumpError(
-            f"the folder is no dump of {tried[0].words}",
+            f"this is no dump of {tried[0].words}",
             where=str(folder.path),
             hint="--format auto looks what it is",
         )

@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.outside import Budget, json_value, read_bytes
+from divergence.outside import Budget, json_value, read_as, read_bytes
 from divergence.run.tensor_files import tensors_of
 
 _ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+_MOST_PARTS = 10_000
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -71,7 +73,12 @@ def open_checkpoint(source: str) -> StoredWeights:
     for pattern in (*patterns, *(f"mp_rank_*/{name}" for name in patterns)):
         if files := sorted(path.glob(pattern)):
             return _stored_in(source, files)
-    if len(steps := sorted(path.glob("iter_*"))) == 1:
+    if steps := sorted(path.glob("iter_*")):
+        if len(steps) > 1:
+            raise UsageError(
+                f"{source} holds {len(steps)} checkpoints of Megatron",
+                hint=f"name one of them: {steps[-1]}",
+            )
         return open_checkpoint(str(steps[0]))
     if files := sorted(path.glob("*.distcp")):
         raise UsageError(
@@ -92,13 +99,31 @@ def _sharded(index: Path) -> list[Path]:
         files = [index.parent / Path(name).name for name in names]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} names no files: {error}", hint="download it again") from error
+    return _complete(files)
+
+
+def _complete(files: list[Path]) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UsageError(
-            f"{index.parent} lacks {len(missing)} of its {len(files)} files: {missing[0]}",
-            hint="a download that was cut short? what is there can be compared file by file",
+            f"{files[0].parent} lacks {len(missing)} of its {len(files)} files: {missing[0]}",
+            hint="a download that was cut short? get the rest"
+            + ("" if files[0].suffix == ".gguf" else ", or compare what is there file by file"),
         )
     return files
+
+
+_PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
+
+
+def _parts(file: Path) -> list[Path]:
+    """The files of which this one is a part, as llama.cpp's gguf-split names them."""
+    match = _PART.search(file.name)
+    if match is None:
+        return [file]
+    numbers = range(1, min(int(match[1]), _MOST_PARTS) + 1)
+    names = [_PART.sub(f"-{number:05d}-of-{match[1]}", file.name) for number in numbers]
+    return _complete([file.with_name(name) for name in names])
 
 
 def _stored_in(source: str, files: list[Path]) -> StoredWeights:
@@ -110,12 +135,21 @@ def _stored_in(source: str, files: list[Path]) -> StoredWeights:
             f"{files[0]} is no file of weights by its name", hint=f"one of {', '.join(_ENDINGS)}"
         )
     if kind == ".gguf":
-        if len(files) > 1:
+        if len({_PART.sub("", file.name) for file in files}) > 1:
             raise UsageError(f"{source} holds {len(files)} GGUF files", hint="name one of them")
-        return _gguf(source, files[0])
+        return _gguf(source, _parts(files[0]))
     read = _safetensors if kind == ".safetensors" else _torch
     ranks = [_RANK.search("/".join(file.parts[-2:])) for file in files]
     if None not in ranks and len(files) > 1:
+        places = [[int(n) for n in re.findall(r"\d+", rank[0])] for rank in ranks if rank]
+        axes = [set(axis) for axis in zip(*places, strict=False)]
+        if any(axis != {*range(len(axis))} for axis in axes) or math.prod(map(len, axes)) > len(
+            files
+        ):
+            raise UsageError(
+                f"{source} lacks a rank: there are {', '.join(rank[0] for rank in ranks if rank)}",
+                hint="copy the folders of all ranks together",
+            )
         tensors = _of_ranks([rank[0] for rank in ranks if rank], [dict(read(f)) for f in files])
     else:
         tensors = {}
@@ -128,11 +162,11 @@ def _stored_in(source: str, files: list[Path]) -> StoredWeights:
     if not tensors:
         raise UsageError(f"{source} stores no tensors")
     form = "safetensors" if kind == ".safetensors" else "torch.save"
-    return StoredWeights(
-        source, form + (f", {len(files)} files" if len(files) > 1 else ""), tensors
-    )
+    form += f", {len(files)} files" if len(files) > 1 else ONE_RANK if ranks[0] else ""
+    return StoredWeights(source, form, tensors)
 
 
+ONE_RANK = ", one rank"
 _RANK = re.compile(r"mp_rank_(\d+)(_(\d+))?|consolidated\.(\d+)")
 _BLOCK = re.compile(r"\blayers\.(\d+)\.")
 
@@ -242,20 +276,19 @@ def _torch(file: Path) -> Iterator[tuple[str, Stored]]:
             yield str(name), Stored(tuple(tensor.shape), form, tensor.detach)
 
 
-def _gguf(source: str, file: Path) -> StoredWeights:
+def _gguf(source: str, files: list[Path]) -> StoredWeights:
     try:
         import gguf
     except ImportError as error:
         raise UsageError(
             "GGUF files are read by the package gguf", hint="pip install 'divergence-debug[gguf]'"
         ) from error
-    try:
-        reader = gguf.GGUFReader(file)
-    except (ValueError, OSError, KeyError) as error:
-        raise UsageError(
-            f"{file} is no GGUF file that can be read: {error}",
-            hint="a download that was cut short? get it again",
-        ) from error
+    readers = []
+    for part in files:
+        hint = "a download that was cut short? get it again"
+        with read_as("a GGUF's writer", where=str(part), error=UsageError, hint=hint):
+            readers.append(gguf.GGUFReader(part))
+    reader = readers[0]
 
     def read(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
         values = np.require(gguf.dequantize(tensor.data, tensor.tensor_type), requirements="W")
@@ -264,7 +297,7 @@ def _gguf(source: str, file: Path) -> StoredWeights:
 
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
     tensors = {}
-    for tensor in reader.tensors:
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
         shape = tuple(int(size) for size in reversed(tensor.shape))
         dtype = names.get(tensor.tensor_type.name, tensor.tensor_type.name)
         tensors[tensor.name] = Stored(shape, dtype, partial(read, tensor, shape))
@@ -272,8 +305,9 @@ def _gguf(source: str, file: Path) -> StoredWeights:
     architecture = None if kind is None else str(kind.contents())
     blocks = None if kind is None else reader.get_field(f"{architecture}.block_count")
     number = 0 if blocks is None else int(blocks.contents())
+    form = "GGUF" + (f", {len(files)} files" if len(files) > 1 else "")
     return StoredWeights(
-        source, "GGUF", tensors, None if architecture is None else (architecture, number)
+        source, form, tensors, None if architecture is None else (architecture, number)
     )
 
 

@@ -7,6 +7,7 @@ keys and values in one matrix), or a copy of what the other side has tied.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,13 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.preflight import match_parameters, related
 from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
-from divergence.domains.weights.checkpoint import Stored, StoredWeights, gguf_names, open_checkpoint
+from divergence.domains.weights.checkpoint import (
+    ONE_RANK,
+    Stored,
+    StoredWeights,
+    gguf_names,
+    open_checkpoint,
+)
 from divergence.domains.weights.fused import IN_BLOCK, FusedRows, find_layout
 from divergence.domains.weights.naming import IN_GROUPS, renamed, split_experts, wanted_of
 from divergence.domains.weights.relations import Relation, relation, row_digests
@@ -34,7 +41,7 @@ from divergence.words import SIDES, Progress, silent
 
 _TABLES = re.compile(
     r"(^|\.)(inv_freq|rotary_emb\.\w+|masked_bias|attn\.bias|(input|output|[qkv])_scale"
-    r"|_extra_state)$"
+    r"|_extra_state)$|^rope_(freqs|factors_\w+)\.weight$"
 )
 """What some checkpoints hold beside their weights: loaders make it anew, or quantise activations
 by it."""
@@ -75,6 +82,7 @@ def compare_weights(
     b, names_b, program_b = renamed(b)
     a, b = split_experts(a, b), split_experts(b, a)
     pairs, facts = _matched(a, b)
+    _refuse_part(a, b, pairs)
     facts += [
         fact("weights.program", side=side, program=program)
         for side, program in zip(SIDES, (program_a, program_b), strict=True)
@@ -118,13 +126,43 @@ def compare_weights(
         if other_name != name and how.name in ("unrelated", "near"):
             moved = fact("weights.moved", other=other_name)
             relations[number] = name, Relation("moved", False, moved)
-    relations += _left_over(a, b, pairs, names_a | names_b)
+    rest = _left_over(a, b, pairs, names_a | names_b)
+    fused = [how.fact for _, how in rest if how.name == "fused"]
+    num = len(pairs) + sum(len(f["names"]) if f["side"] == SIDES[1] else 1 for f in fused)
+    relations += _in_usual_order(rest)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
         relations = [
             (name, Relation(how.name, True, how.fact) if _only_turned(how) else how)
             for name, how in relations
         ]
-    return _report([_side(side) for side in (a, b)], len(pairs), relations, facts)
+    return _report([_side(side) for side in (a, b)], num, relations, facts)
+
+
+def _in_usual_order(relations: list[tuple[str, Relation]]) -> list[tuple[str, Relation]]:
+    """Of what is fused: other weights where its parts stand otherwise than its name says, or than
+    other blocks have them."""
+    usual: dict[str, Counter[Fact]] = {}
+    for name, how in relations:
+        usual.setdefault(starred(name), Counter())[how.fact] += how.name == "fused"
+    judged = []
+    for name, how in relations:
+        names, order = how.fact["names"], how.fact["order"] or []
+        if how.name == "fused" and how.same:
+            module = name.rpartition(".")[0].rpartition(".")[2]
+            places = {part: module.find(part.partition("_")[0]) for part in names}
+            by_name = sorted(names, key=places.__getitem__)
+            (most, num), *_ = usual[starred(name)].most_common(1)
+            other = None
+            if -1 not in places.values() and by_name != names:
+                other = fact("weights.fused_otherwise", by="name", names=by_name, order=None)
+            elif most != how.fact and 2 * num > usual[starred(name)].total():
+                values = {key: most[key] for key in ("names", "order")}
+                other = fact("weights.fused_otherwise", by="blocks", **values)
+            if other is not None:
+                order = [*order, *[", "] * bool(order), other]
+                how = Relation("fused", False, how.fact.with_values(order=order))
+        judged.append((name, how))
+    return judged
 
 
 def _only_turned(how: Relation) -> bool:
@@ -155,6 +193,19 @@ def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[F
 _LEFT = "preflight.left_over"
 
 
+def _refuse_part(a: StoredWeights, b: StoredWeights, pairs: dict[str, str]) -> None:
+    """Raise UsageError for one rank of several, whose matrices are all one share of the others'."""
+    shapes = [(a.tensors[name].shape, b.tensors[other].shape) for name, other in pairs.items()]
+    ratios = {math.prod(own) / math.prod(other) for own, other in shapes if len(own) == 2}
+    ratio = ratios.pop() if len(ratios) == 1 else 1.0
+    for side, share in ((a, 1 / ratio), (b, ratio)):
+        if side.form.endswith(ONE_RANK) and share.is_integer() and share > 1:
+            raise UsageError(
+                f"{side.source} holds one rank of {share:.0f}, and the others are missing",
+                hint="copy the folders of all ranks together, and name the folder that holds them",
+            )
+
+
 def _stored_as(
     how: Relation,
     name: str,
@@ -164,14 +215,10 @@ def _stored_as(
 ) -> Relation:
     """With what the files say of it: GGUF's type of codes, and the order that a program wants."""
     for side, own in zip(SIDES, stored, strict=True):
-        rest = how.fact["rest"] if how.name == "reordered" else how.fact
-        is_coded = not own.dtype.islower() or own.dtype.startswith(("float8", "int8"))
-        if is_coded and isinstance(rest, Fact) and rest.code in _COARSE:
-            codes = fact("weights.coded", side=side, percent=rest["percent"], form=own.dtype)
-            if how.name == "reordered":
-                how = Relation("reordered", False, how.fact.with_values(rest=codes))
-            else:
-                how = Relation("quantised", False, codes)
+        if not own.dtype.islower() or own.dtype.startswith(("float8", "int8")):
+            coded = _coded(how.fact, side, own.dtype)
+            kind = "quantised" if coded.code == "weights.coded" else how.name
+            how = Relation(kind, how.same and coded == how.fact, coded)
     programs = [
         f"llama.cpp's {side.architecture[0]}" if side.architecture is not None else own
         for side, own in zip(sides, programs, strict=True)
@@ -191,8 +238,15 @@ def _stored_as(
     return how
 
 
-_COARSE = ("weights.near", "weights.rounding", "weights.low_rank", "weights.scaled")
-"""What a quantisation may look like whose groups are too small to tell it."""
+def _coded(how: Fact, side: str, form: str) -> Fact:
+    """What a quantisation looks like whose groups are too small to tell it, as its form."""
+    if isinstance(rest := how["rest"], Fact):
+        return how.with_values(rest=_coded(rest, side, form))
+    if how.code not in ("weights.near", "weights.rounding", "weights.low_rank"):
+        return how
+    return fact("weights.coded", side=side, percent=how["percent"], form=form)
+
+
 _WANTED = {"pairs": ("pairs", "halves"), "shifted": (1.0, -1.0)}
 """What becomes of A's where B, and where A, is stored so."""
 
@@ -398,8 +452,12 @@ def _report(
         num_compared=num,
         num_equal=len(relations) - sum(row.num_parameters for row in rows),
         facts=facts,
-        relations=sorted(rows, key=lambda row: (row.same, -row.num_parameters)),
+        relations=sorted(rows, key=lambda r: (r.same, r.name in _BY_FORM, -r.num_parameters)),
     )
+
+
+_BY_FORM = ("quantised", "turned")
+"""What a form of storage makes of every matrix: behind what happened to some."""
 
 
 def _named(names: list[str], everywhere: Counter[str]) -> list[str]:

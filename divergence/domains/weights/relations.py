@@ -46,6 +46,8 @@ ENOUGH = 0.1
 """The share of alike rows that tells an arrangement."""
 _ROUNDINGS = 2.0
 """What is left may be so many times the squared error that storing both sides makes."""
+_SURE = 4.0
+"""Standard errors that a factor beside a quantisation is off by, at least."""
 _FEW = 0.5
 """Up to this share of rows some were changed, and from it on all were."""
 _SHOWN = 4
@@ -393,12 +395,19 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
         return told("reordered", False, **moved)
     if abs(cosine) < _UNRELATED:
         return told("unrelated", False, cosine=cosine)
-    for side, own in (("candidate", y), ("reference", x)):
-        if grid := _grid(own):
-            return told("quantised", False, side=side, percent=share, **grid)
-    if rank := _rank(apart, rounding):
+    grids = ((side, _grid(own)) for side, own in (("candidate", y), ("reference", x)))
+    grid = next(({"side": side, **grid} for side, grid in grids if grid), {})
+    if not grid and (rank := _rank(apart, rounding)):
         return told("low_rank", False, rank=rank, percent=share)
-    return told("near", False, percent=share)
+    left = float((y - factor * x).norm()) / (abs(factor) * norm)
+    # a quantiser's error may go with what it rounds, by its own share
+    doubt = abs(factor) * (2 * left**2 + _SURE * left / math.sqrt(x.numel()))
+    scaled = abs(factor - 1) > doubt
+    share = 100 * left if scaled else share
+    rest = told("quantised" if grid else "near", False, percent=share, **grid)
+    return (
+        told("scaled", False, factor=_shortest(factor, doubt), rest=rest.fact) if scaled else rest
+    )
 
 
 def _shortest(value: float, error: float) -> float:

@@ -25,6 +25,9 @@ SENTENCES: Mapping[str, str] = {
     "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
     "fused_mixed": "their rows mixed",
     "fused_groups": "in {num:,} groups of {rows:list  + } rows",
+    "fused_otherwise": (
+        "where {by:name=loaders take|blocks=other blocks have} {names:list  + }[[, {order}]]"
+    ),
     "tied": "written out on {side:letter}, where it equals {key}; {other:letter} has that alone",
     "merged": "the adapter is merged, up to rounding",
     "product": "the same product of other factors",
@@ -38,7 +41,7 @@ SENTENCES: Mapping[str, str] = {
         "heads of {head}]]"
         "[[: blocks of {blocks} moved]] ({moved:,} of {total:,} moved)[[, and {rest}]]"
     ),
-    "scaled": "B = {factor:.6g} × A",
+    "scaled": "B = {factor:.6g} × A[[, and {rest}]]",
     "scales": "each {what} of B is A's times a factor of its own, from {least:.3g} to {most:.3g}",
     "again": "are {what} {places:names}{more:yes=, …|no=} of A once more",
     "shifted": "B = A + {constant:.6g}",

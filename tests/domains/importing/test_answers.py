@@ -256,6 +256,7 @@ def test_logits_of_llama_debug(tmp_path):
         (tmp_path / name).mkdir()
         row.numpy().astype("<f4").tofile(tmp_path / name / "llamacpp-tiny.bin")
         np.array([3, 4, 5], "<i4").tofile(tmp_path / name / "llamacpp-tiny-tokens.bin")
+    logits.numpy().tofile(tmp_path / "a" / "llamacpp-tiny-embeddings.bin")  # are no logits
     runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
     assert runs[0].manifest.tokens.samples[0].prompt_ids == [3, 4, 5]
     assert runs[0].find(("free", 0, 0, "lm_head:out")).positions == (2,)
@@ -285,7 +286,11 @@ def test_tensorrt_edges_layers(tmp_path):
     write(tmp_path / "a.safetensors", 1.0)
     torch.manual_seed(0)
     write(tmp_path / "b.safetensors", 1.5)
-    runs = [import_dump(tmp_path / f"{n}.safetensors", out=tmp_path / n) for n in "ab"]
+    (tmp_path / "edge").mkdir()
+    (tmp_path / "a.safetensors").rename(tmp_path / "edge" / "layers.safetensors")
+    (tmp_path / "edge" / "config.json").write_text("{}")
+    files = {"a": tmp_path / "edge", "b": tmp_path / "b.safetensors"}
+    runs = [import_dump(path, out=tmp_path / name) for name, path in files.items()]
     kept = runs[0].find(("free", 0, 1, "model.layers.1.self_attn.key_cache:out"))
     assert kept.shape == (1, 6, 2, 8)
     verdict = compare(*runs).verdict

@@ -18,6 +18,10 @@ from tests.domains.importing.writers import forwards
 
 HERE = Path(__file__).parent / "fixtures"
 FAULT = "model.layers.1.mlp"
+ATB = (
+    "Device and PID,Execution Count,Op Name,Op Type,Op Id,Input/Output,Index,Dtype,Format,Shape,"
+    "Max,Min,Mean,Norm,Tensor Path\n"
+)
 
 
 @pytest.fixture(scope="session")
@@ -164,7 +168,8 @@ def test_each_form_shows_a_fault_at_its_module(name, captured, faulty, tmp_path)
     verdict = compare(*runs).verdict
     assert verdict.kind == "drift", verdict.summary
     site = verdict.onset.site
-    assert site.startswith(FAULT) or site in ("model.layers.1:out", "model.layers.2:in"), site
+    block = ("model.layers.1:out", "model.layers.2:in", "model.layers.1.15.0:out")
+    assert site.startswith(FAULT) or site in block, site
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,16 @@ def test_each_form_shows_a_fault_at_its_module(name, captured, faulty, tmp_path)
             "statistic.csv",
             "Device and PID,Execution Count,Op Name,Op Id,Input/Output,Index,Dtype\na,0",
             "not as many cells",
+        ),
+        (
+            "statistic.csv",  # of the task "tensor"
+            f"{ATB}0_7,0,A,A,2_0,output,0,bf16,nd,2x3,N/A,N/A,N/A,N/A,/x/outtensor0.bin\n",
+            "no line holds",
+        ),
+        (
+            "statistic.csv",
+            ATB + "".join(f"0_{n},0,A,A,2,output,0,bf16,nd,2,1,1,1,1,N/A\n" for n in (7, 8)),
+            "several processes on device 0",
         ),
         (
             "rank_0_activations.log",
@@ -209,6 +224,43 @@ def test_a_distance_shows_what_statistics_do_not(name, captured, tmp_path):
         assert verdict.kind == ("drift" if wrong else "undetermined"), verdict.summary
     assert verdict.onset.site.startswith(FAULT.removesuffix(":out"))
     assert "at least" in verdict.summary
+
+
+def test_a_number_that_json_has_not_is_nan(captured, tmp_path):
+    """SGLang's comparator writes null for it, on the side that has it."""
+
+    def broken(path, tensor):
+        return (
+            tensor * torch.nan if path.startswith(("model.layers.1.mlp", "model.norm")) else tensor
+        )
+
+    write_sglang(captured, captured, tmp_path / "told", change=broken)
+    runs = [
+        import_dump(tmp_path / "told", out=tmp_path / side, layout=side)
+        for side in ("compared-a", "compared-b")
+    ]
+    verdict = compare(*runs).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", "candidate")
+    assert verdict.onset.site.startswith("model.layers.1.mlp")
+
+
+def test_inputs_by_name_of_msprobes_comparison(captured, tmp_path):
+    """``kwargs.NAME``, where the dumps held tensors."""
+    name = "Module.model.layers.0.self_attn.Class.forward.0.kwargs.position_embeddings.0"
+    row = [name, name, *["torch.float32"] * 2, *["[1, 9]"] * 2, *["7", "0", "3", "9"] * 2]
+    write_msprobe_csv(captured, captured, tmp_path / "told", more=[*row, "0.0", "pass", ""])
+    run = import_dump(tmp_path / "told", out=tmp_path / "run")
+    sites = {record.site for record in run.records}
+    assert "model.layers.0.self_attn:in" in sites
+
+
+def test_one_step_or_file_of_msprobe(msprobe, tmp_path):
+    """What its users name first."""
+    (step,) = (msprobe / "healthy").rglob("step0")
+    (rank,) = step.iterdir()
+    for place in (step, rank, rank / "dump.json"):
+        run = import_dump(place, out=tmp_path / "run", force=True)
+        assert "model.layers.1:out" in {record.site for record in run.records}
 
 
 # What the tools write, of a run of the same forward.
@@ -308,48 +360,18 @@ def outputs_of(run) -> list[tuple[int, str, torch.Tensor]]:
 
 @form
 def write_atb(run, folder):
-    folder.mkdir()
-    with (folder / "statistic.csv").open("w", newline="") as file:
-        out = csv.writer(file)
-        out.writerow(
-            [
-                "Device and PID",
-                "Execution Count",
-                "Op Name",
-                "Op Type",
-                "Op Id",
-                "Input/Output",
-                "Index",
-                "Dtype",
-                "Format",
-                "Shape",
-                "Max",
-                "Min",
-                "Mean",
-                "Norm",
-                "Tensor Path",
-            ]
+    """A file of each round, whose lines several threads write: in no order."""
+    lines: dict[int, list[str]] = {}
+    for number, (step, path, x) in enumerate(outputs_of(run)):
+        figures = ",".join(f"{float(v):.6f}" for v in (x.max(), x.min(), x.mean(), x.norm()))
+        shape, name = "x".join(map(str, x.shape)), path.replace(".", "/")
+        lines.setdefault(step, []).insert(
+            0, f"0_39943,{step},{name},X,{number}_0,output,0_y,float,nd,{shape},{figures},N/A\n"
         )
-        for step, path, x in outputs_of(run):
-            out.writerow(
-                [
-                    "0_39943",
-                    step,
-                    *path.rsplit(".", 1)[:1],
-                    "Linear",
-                    path.rsplit(".", 1)[-1],
-                    "Output",
-                    0,
-                    "float",
-                    "nd",
-                    "x".join(map(str, x.shape)),
-                    f"{x.max():.6g}",
-                    f"{x.min():.6g}",
-                    f"{x.mean():.6g}",
-                    f"{x.norm():.6g}",
-                    "N/A",
-                ]
-            )
+    for step, rows in lines.items():
+        place = folder / "data" / "0_39943" / str(step)
+        place.mkdir(parents=True)
+        (place / "statistic.csv").write_text(ATB + "".join(rows))
 
 
 @form
@@ -400,12 +422,14 @@ def write_sglang(run, other, folder, change=lambda path, y: y):
                 "shape": list(t.shape),
                 "dtype": str(t.dtype),
                 "stats": {
-                    "mean": t.mean().item(),
-                    "abs_mean": t.abs().mean().item(),
-                    "std": t.std().item(),
-                    "min": t.min().item(),
-                    "max": t.max().item(),
-                    "percentiles": {},
+                    name: value.item() if value.isfinite() else None
+                    for name, value in (
+                        ("mean", t.mean()),
+                        ("abs_mean", t.abs().mean()),
+                        ("std", t.std()),
+                        ("min", t.min()),
+                        ("max", t.max()),
+                    )
                 },
             }
             for t in (x, y)

@@ -165,6 +165,14 @@ def fused_and_turned(tensors):
     return fused(every("q_proj", to_pairs)(tensors))
 
 
+def gate_last(tensors):
+    """Fused, in one block the gate behind what it gates."""
+    merged = fused(tensors)
+    name = "model.layers.1.mlp.gate_up.weight"
+    merged[name] = merged[name].roll(128, 0)
+    return merged
+
+
 def one_row(weight):
     weight = weight.clone()
     weight[5] += 0.1
@@ -294,7 +302,21 @@ OTHER = [
     ("blocks swapped", swapped_blocks, "moved", 18, "model.layers.1.input_layernorm.weight of A"),
     ("in part", every("q_proj", partly_turned), "reordered", 3, "within 8 rows of heads of 16"),
     ("scales", with_scales, "quantised", 9, "on a grid of float8_e4m3 a row"),
+    (
+        "gate last",
+        gate_last,
+        "fused",
+        1,
+        "up_proj + gate_proj of A are gate_up of B, where loaders take gate_proj + up_proj",
+    ),
     ("scaled", of(UP, lambda t: -0.5 * t), "scaled", 1, "B = -0.5 × A"),
+    (
+        "scaled, 4 bits",
+        of(UP, lambda t: four_bits(1.5 * t)),
+        "scaled",
+        1,
+        "B = 1.5 × A, and 9",
+    ),
     ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
     ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
     ("4 bits", every("mlp", four_bits), "quantised", 9, "B's on a grid of 4 bits in groups of 32"),
@@ -681,6 +703,15 @@ def test_what_is_no_checkpoint_says_so(original, tmp_path):
     (tmp_path / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "a.json").write_text("{}")
     torch.save({"w": Runs()}, tmp_path / "code.pt")
+    many = (2**40).to_bytes(8, "little")
+    (tmp_path / "counts.gguf").write_bytes(b"GGUF\3\0\0\0" + many + many)
+    (tmp_path / "part-00001-of-00002.gguf").write_bytes(b"GGUF")
+    for place in ("gap/mp_rank_00", "gap/mp_rank_02", "steps/iter_1", "steps/iter_2"):
+        (tmp_path / place).mkdir(parents=True)
+        torch.save({"x": torch.zeros(2)}, tmp_path / place / "model_optim_rng.pt")
+    (tmp_path / "mp_rank_00").mkdir()
+    part = megatron(load_file(original / "model.safetensors"), 0)
+    torch.save({"model": part}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
     for name, message in (
         ("absent", "is no file and no directory"),
         ("empty", "holds no weights"),
@@ -689,6 +720,11 @@ def test_what_is_no_checkpoint_says_so(original, tmp_path):
         ("lost", "lacks 1 of its 1 files: model-1.safetensors"),
         ("code.pt", "which is code"),
         ("a.json", "no file of weights by its name"),
+        ("counts.gguf", "IndexError"),
+        ("part-00001-of-00002.gguf", "lacks 1 of its 2 files: part-00002"),
+        ("gap", "lacks a rank: there are mp_rank_00, mp_rank_02"),
+        ("steps", "holds 2 checkpoints of Megatron"),
+        ("mp_rank_00", "holds one rank of 2, and the others are missing"),
     ):
         with pytest.raises(DivergenceError, match=message):
             divergence.compare_weights(original, tmp_path / name)

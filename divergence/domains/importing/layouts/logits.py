@@ -23,7 +23,7 @@ from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
 
-_BINARY = re.compile(r"(?:.*/)?(?P<stem>(?:llamacpp|pytorch)-.+?)(?<!-tokens)\.bin")
+_BINARY = re.compile(r"(?:.*/)?(?P<stem>(?:llamacpp|pytorch)-.+?)(?<!-tokens)(?<!-embeddings)\.bin")
 _TOKENS = "-tokens.bin"
 _MOST_TOKENS = 1 << 20
 
@@ -65,7 +65,7 @@ _KEY = re.compile(r"round_(?P<round>\d{1,9})\.(?P<what>logits|layer_(?P<layer>\d
 
 def _is_edge(folder: DumpFolder) -> bool:
     names = [name for name in folder.names if name.endswith(".safetensors")]
-    if len(names) != 1 or len(folder.names) != 1:
+    if len(names) != 1:
         return False
     table = folder.value(names[0])
     return isinstance(table, dict) and any(_KEY.fullmatch(str(key)) for key in table)

@@ -39,8 +39,10 @@ from divergence.run.foreign import DumpFolder
 from divergence.run.site import natural_key
 
 _DUMP = re.compile(
-    r"(?:(?P<before>.*)/)?step(?P<step>\d{1,9})/(?P<rank>rank\d*|proc\d+|pid\d+)/dump\.json"
+    r"(?:(?:(?P<before>.*)/)?step(?P<step>\d{1,9})/)?"
+    r"(?:(?P<rank>rank\d*|proc\d+|pid\d+)/)?dump\.json"
 )
+"""Also of one step, or one rank's, by itself."""
 _DATA = re.compile(
     r"(?P<folder>(?:.*/)?step\d{1,9}/(?:rank\d*|proc\d+|pid\d+))/(?:dump_)?tensor_data/[^/]+"
 )
@@ -116,9 +118,9 @@ def _steps(folder: DumpFolder) -> dict[int, dict[int, str]]:
             continue
         written.add(name.removesuffix("/dump.json"))
         before.add(match["before"])
-        digits = match["rank"].removeprefix("rank")
+        digits = (match["rank"] or "").removeprefix("rank")
         rank = int(digits) if digits.isdecimal() else 0
-        ranks = steps.setdefault(int(match["step"]), {})
+        ranks = steps.setdefault(int(match["step"] or 0), {})
         if rank in ranks or len(before) > 1:
             raise DumpError(
                 "the folder holds several dumps",

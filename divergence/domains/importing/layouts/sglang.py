@@ -202,7 +202,7 @@ _FILE = re.compile(
     r"(?:.*/)?(?P<tags>(?=(?:[^/]*___)?(?:step|forward_pass_id)=\d{1,9}(?:___|\.))"
     r"(?=(?:[^/]*___)?rank=\d{1,6}(?:___|\.))[^/=]+=[^/]+)\.pt"
 )
-_HOOKED = re.compile(
+HOOKED = re.compile(
     r"non_intrusive__(?:(?P<path>.+)\.)?(?P<what>inputs|output)(?:\.(?P<port>[^.]+))?"
 )
 _INPUTS = {"input_ids": "model:in", "positions": "model:in.position_ids"}
@@ -308,7 +308,7 @@ def _dumped(
         target = None if rules is None else rules.place(name, inside="", tags=tags)
         if target is not None:
             yield Dumped(site=target.site, tensor=tensor, rank=rank)
-        elif match := _HOOKED.fullmatch(name):
+        elif match := HOOKED.fullmatch(name):
             parts = modules.setdefault((match["path"] or "", match["what"]), {})
             if (match["port"] or "0") in parts:
                 notes.add("of a module's later calls were left out")

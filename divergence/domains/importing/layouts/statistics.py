@@ -29,6 +29,7 @@ import torch
 
 from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, leaves, module_site
 from divergence.domains.importing.layouts import Layout
+from divergence.domains.importing.layouts.sglang import HOOKED
 from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.numerics.formats import FORMATS
@@ -173,6 +174,9 @@ def _summary(
     )
 
 
+_NOTHING = _summary(None, None, None, None, None, None, num_nan=0)
+
+
 def _forwards(
     folder: DumpFolder, rows: Iterable[tuple[Any, str, Dumped | None]], notes: Notes
 ) -> Iterator[DumpedForward]:
@@ -181,6 +185,8 @@ def _forwards(
     forwards: dict[Any, list[Dumped]] = {}
     places: dict[Any, str] = {}
     for key, where, kept in rows:
+        if kept is not None and kept.checksum is None and kept.summary == _NOTHING:
+            kept = None
         notes.add("without a number, dtype or shape were left out", int(kept is None))
         if kept is not None:
             forwards.setdefault(key, []).append(kept)
@@ -189,7 +195,7 @@ def _forwards(
         raise DumpError(
             "no line holds a tensor's statistics",
             where=str(folder.path),
-            hint="docs/importing.md shows what is read",
+            hint='of ATB: dump with "task": "all"; docs/importing.md shows what is read',
         )
     rest = iter(with_digits([kept for key in sorted(forwards) for kept in forwards[key]]))
     for index, key in enumerate(sorted(forwards)):
@@ -237,25 +243,37 @@ def _is_atb(folder: DumpFolder) -> bool:
 
 
 def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:
-    files = [name for name in folder.names if name.rpartition("/")[2] == "statistic.csv"]
-    if len(files) > 1:
-        raise DumpError(
-            "the folder holds several dumps", where=" and ".join(files[:2]), hint="name one of them"
-        )
-    devices: dict[str, int] = {}
-
-    def rows() -> Iterator[tuple[Any, str, Dumped | None]]:
-        for where, row in _table(folder, files[0]):
-            rank = devices.setdefault(row["Device and PID"], len(devices))
-            path = ".".join([*row["Op Name"].split("/"), *row["Op Id"].split("_")])
+    """Read a file of each device and round. Its lines are in no order: several threads write
+    them."""
+    devices: dict[str, str] = {}
+    lines: list[tuple[tuple[float, ...], int, str, Dumped | None]] = []
+    for name in folder.names:
+        if name.rpartition("/")[2] != "statistic.csv":
+            continue
+        for where, row in _table(folder, name):
+            device, _, process = row["Device and PID"].partition("_")
+            if devices.setdefault(device, process) != process:
+                raise DumpError(
+                    f"the folder holds dumps of several processes on device {device}",
+                    where=where,
+                    hint="name one of them",
+                )
+            ids = [int(number) for number in row["Op Id"].split("_")]
+            path = ".".join([*row["Op Name"].split("/"), *map(str, ids)])
             side = "in" if row["Input/Output"].lower().startswith("in") else "out"
-            port = side if row["Index"] == "0" else f"{side}.{row['Index']}"
-            shape = _sizes(row.get("Shape", ""))
-            figures = _told_by(row, "Min", "Max", "Mean", "Norm")
-            kept = kept_of(module_site(path, port), shape, row["Dtype"], rank=rank, **figures)
-            yield int(row["Execution Count"]), where, kept
-
-    yield from _forwards(folder, rows(), notes)
+            port = side if row["Index"].partition("_")[0] == "0" else f"{side}.{row['Index']}"
+            kept = kept_of(
+                module_site(path, port),
+                _sizes(row.get("Shape", "")),
+                row["Dtype"],
+                rank=list(devices).index(device),
+                **_told_by(row, "Min", "Max", "Mean", "Norm"),
+            )
+            # what enters an operator comes before what is inside it, what leaves it behind that
+            place = *ids, -1 if side == "in" else math.inf
+            lines.append((place, int(row["Execution Count"]), where, kept))
+    lines.sort(key=lambda line: line[0])
+    yield from _forwards(folder, ((n, where, kept) for _, n, where, kept in lines), notes)
 
 
 # torchtitan's log, and DebugMode's.
@@ -342,6 +360,8 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                 if key is not None:
                     place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
                     numbers.setdefault(place, {})[key] = match["value"]
+        if first := min((place[0] for place in numbers), default=0):
+            notes.say(f"it begins at iteration {first}, as the other side's is to")
         for (iteration, rank, path, port), values in numbers.items():
             figures: dict[str, Any] = values  # by the names of kept_of's parameters
             kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **figures)
@@ -354,7 +374,7 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
 
 _ROW = re.compile(
     r"(?:Module|Cell)\.(?P<path>.+)\.[^.]+\.forward\.(?P<call>\d{1,9})\."
-    r"(?P<side>input|output)(?:\.(?P<index>[^.]+))?"
+    r"(?P<side>input|kwargs|output)(?:\.(?:0\.)?(?P<index>.+))?"
 )
 _COLUMNS = {"NPU Name", "Bench Name", "Result"}
 _KINDS = ("config", "comparison", "rank_info", "input_ids")
@@ -391,11 +411,14 @@ def _read_compared(
                 continue
             location = item.get("location")
             step = location.get("step") if isinstance(location, dict) else None
-            path = str(item.get("name", "")).removeprefix("non_intrusive__")
-            path, _, port = path.partition(".output") if ".output" in path else (path, "", "")
+            match = HOOKED.fullmatch(name := str(item.get("name", "")))
+            path, what, port = (name, "output", None) if match is None else match.groups()
+            port = f".{port}" if port and port != "0" else ""
             shape = own_name.get("shape")
+            # its JSON has no nan and no inf: a number that stands nowhere is one of them
+            stats = {name: math.nan if value is None else value for name, value in stats.items()}
             dumped = kept_of(
-                module_site(path or ".", f"out{port}"),
+                module_site(path or ".", f"{'in' if what == 'inputs' else 'out'}{port}"),
                 shape if isinstance(shape, list) else None,
                 str(own_name.get("dtype")),
                 **_told_by(stats, "min", "max", "mean", std="std"),
@@ -418,7 +441,7 @@ def _compared_rows(
             continue
         call = int(match["call"]) + 1
         path = match["path"] if call == 1 else f"{match['path']}#{call}"
-        port = "in" if match["side"] == "input" else "out"
+        port = "out" if match["side"] == "output" else "in"
         shape = _sizes(row[f"{side} Tensor Shape"])
         seen.setdefault(f"{path}:{port}", {})[match["index"] or "0"] = (shape, row, where)
     for place, parts in seen.items():

@@ -1,6 +1,6 @@
 """Every first screen of the net in one file, and every command that they offer run.
 
-    python benchmarks/screens.py [--only PATTERN] [--work DIR] [--verbose] [--follow] > screens.txt
+    python benchmarks/screens.py [--only PATTERN] [--work DIR] [--verbose] [--follow] [--jobs N]
 
 Each question of `_questions.py` is asked for its text in a terminal of 100 letters, and printed
 with its number of lines. ``--follow``: each command that stands on a line of its own in an answer
@@ -18,6 +18,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +51,8 @@ def questions(pattern: str) -> list[str]:
 def offered(text: str) -> list[str]:
     """Commands on a line of their own."""
     lines = (re.sub(r"\s{2,}#.*", "", line).strip() for line in text.splitlines())
-    return list(dict.fromkeys(line for line in lines if line.startswith("divergence ")))
+    tools = ("divergence ", "python ", "torchrun ")
+    return list(dict.fromkeys(line for line in lines if line.startswith(tools)))
 
 
 class Walk:
@@ -64,7 +67,14 @@ class Walk:
         self.missing: set[str] = set()
         """What they would have made."""
 
-    def ask(self, text: str) -> tuple[int, str, str]:
+    def ask(self, text: str, tool: str = "divergence") -> tuple[int, str, str]:
+        if tool != "divergence":  # a script that an answer wrote, or a capture by several ranks
+            module = ["-m", "torch.distributed.run"] * (tool == "torchrun")
+            words = [sys.executable, *module, *shlex.split(text)]
+            done = subprocess.run(
+                words, cwd=self.folder, capture_output=True, text=True, check=False
+            )
+            return done.returncode, done.stdout, done.stderr
         with self.side.server("a") as server:
             printed = self.folder / ".printed"
             code = server.ask("command", self.side.filled(text), printed, self.folder)
@@ -100,7 +110,7 @@ class Walk:
             if self.missing.intersection(words[1:]):
                 self.elsewhere.append(command)
                 continue
-            code, out, err = self.ask(shlex.join(words[1:]))
+            code, out, err = self.ask(shlex.join(words[1:]), words[0])
             if code not in (0, 1) and ELSEWHERE.search(err + out):
                 self.elsewhere.append(command)
                 self.missing |= {made[1]} if made is not None else set()
@@ -138,12 +148,12 @@ def walk(side: Side, question: str, verbose: bool, follow: bool) -> tuple[str, W
 
 
 def answers(
-    place: Path, source: Path, asked: list[str], verbose: bool, follow: bool
+    place: Path, source: Path, asked: list[str], verbose: bool, follow: bool, jobs: int
 ) -> Iterator[tuple[str, Walk]]:
     """``walk`` of each; inputs that are not in ``place`` are made first."""
     for path in (place / "runs/.made", place / "runs/.log"):
         path.mkdir(parents=True, exist_ok=True)
-    with stubs(source) as addresses, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with stubs(source) as addresses, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         side = Side(source, place / "runs", addresses)
         try:
             names = list(dict.fromkeys(name for each in asked for name in needs("", each)))
@@ -161,12 +171,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="keep runs there, or take those of same_answers")
     parser.add_argument("--verbose", action="store_true", help="the whole answers")
     parser.add_argument("--follow", action="store_true", help="run the commands that are offered")
+    parser.add_argument("--jobs", type=int, default=2, help="questions asked at a time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         place = (options.work or Path(temporary)).resolve()
         num, elsewhere, wrong = 0, 0, []
         asked = questions(options.only)
-        for shown, way in answers(place, ROOT, asked, options.verbose, options.follow):
+        how = options.verbose, options.follow, options.jobs
+        for shown, way in answers(place, ROOT, asked, *how):
             print(shown, flush=True)
             num += len(way.tried)
             elsewhere += len(way.elsewhere)

@@ -78,11 +78,10 @@ class Headline:
 class Table:
     """Rows of values. A column that is a word alone holds texts."""
 
-    caption: str = ""
-    """On a page."""
     title: str = ""
-    """In a terminal, where it is not the section's first table."""
+    """Above it; a terminal leaves out that of a section's first table, and of one further in."""
     detail: str = ""
+    """Beside the title."""
     columns: Sequence[Column | str]
     rows: Sequence[Sequence[Any]]
     marks: Sequence[str] = ()
@@ -127,6 +126,11 @@ class Table:
     def is_word(self) -> list[bool]:
         """Do the values of each column that is shown begin at the left?"""
         return [n < self.num_left or column.left for n, (_, column) in enumerate(self.shown)]
+
+    @property
+    def caption(self) -> str:
+        """Its title and what stands beside it, in one line."""
+        return capital(", ".join(filter(None, (self.title, self.detail.rstrip(":")))))
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -174,6 +178,13 @@ class Table:
     def mark(self, number: int) -> str:
         """The first of a row's words, by which a page and a browser mark it."""
         return self.marks[number].partition(" ")[0] if number < len(self.marks) else ""
+
+
+def capital(sentence: str) -> str:
+    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
+    task or a file."""
+    word = sentence.partition(" ")[0].rstrip(",:;").replace("-", "")
+    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
 def each_in(
@@ -345,11 +356,9 @@ class Section:
     title: str = ""
     """Without one a terminal shows the body alone."""
     detail: str = ""
-    """Beside the title."""
-    lead: str = ""
-    """What a page says below the title; without one it is the detail."""
+    """Beside the title; on a page below it."""
     heading: str = ""
-    """A page's title, where it is another."""
+    """A page's title, where a terminal has none."""
     body: Sequence[Block | None] = ()
     parts: Sequence[BlockPart] = ()
     chosen: str | None = None

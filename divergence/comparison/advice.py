@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.comparison.measure.truth import Truth, inputs_of
+from divergence.domain import own_domains
 from divergence.errors import DivergenceError
 from divergence.facts import Fact, fact
 from divergence.run.command import Command, command
@@ -106,17 +107,7 @@ class Advice:
             return []
         out = beside(self._a, "-blocks")
         if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
-            return [
-                _capture(
-                    self._reference,
-                    self._reference.model.source,
-                    o=out,
-                    prompts="FILE",
-                    batch=settings.batch,
-                    **_mesh(self._reference),
-                    note=fact("all_positions"),
-                )
-            ]
+            return [other_prompts(self._reference, out, fact("all_positions"))]
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
         all_steps = f"0-{max(settings.max_new_tokens, 1) - 1}"
         return [
@@ -417,6 +408,30 @@ def _capture(manifest: Manifest, *operands: str, **options: Any) -> Command:
     return command("capture", *operands, ranks=ranks, **options)
 
 
+def other_prompts(manifest: Manifest, out: str, note: Fact) -> Command:
+    """The model of a run by its settings, with the prompts of a file."""
+    settings, model = manifest.settings, manifest.model
+    attention = settings.attn_implementation
+    return _capture(
+        manifest,
+        model.source,
+        o=out,
+        prompts="FILE",
+        revision=model.revision,
+        dtype=settings.dtype,
+        attn_implementation=attention if attention in ATTENTION else None,
+        max_new_tokens=settings.max_new_tokens or None,
+        batch=settings.batch,
+        **_mesh(manifest),
+        note=note,
+    )
+
+
+def _engines() -> set[str]:
+    """Those that come with divergence."""
+    return {"transformers", "compile"}.union(*(domain.engines for domain in own_domains()))
+
+
 def _mesh(manifest: Manifest) -> dict[str, Any]:
     """Return how those divide the work, as an option."""
     if manifest.mesh is None:
@@ -436,6 +451,13 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
     # no command names what may be code of a run's own
     if attention in ATTENTION and attention != other.attn_implementation:
         options["attn_implementation"] = attention
+    engine, name = manifest.engine, "transformers" if like.engine is None else like.engine.name
+    # nor an engine of somebody's package, or what one of ours may open
+    if engine is not None and engine.name != name and engine.name in _engines():
+        options["engine"] = engine.name
+        if engine.name == "compile":
+            given = engine.options.items()
+            options["engine_option"] = [f"{key}={item}" for key, item in given if item is not None]
     if not manifest.settings.deterministic and like.settings.deterministic:
         options["no_deterministic"] = True
     groups = manifest.tokens.groups

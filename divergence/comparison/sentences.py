@@ -529,7 +529,8 @@ SENTENCES: Mapping[str, str] = {
         "standard deviations off the blocks of its kind (limit {limit:.0f})"
     ),
     "no_anchored_pass": (
-        "no anchored pass ({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
+        "B's blocks did not get A's inputs "
+        "({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
     ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
     "in_tail": ("other tokens lead up to it by steps of 2 × and less, as where attention is sharp"),
@@ -631,8 +632,8 @@ SENTENCES: Mapping[str, str] = {
         "no=A adds {reference}, B {candidate}}[[: {ws:list}]]"
         "[[, most of it from storing in {stored_in}]]"
     ),
-    "expected_w": "expected W {w:figure 2}",
-    "measured_w": "measured W {w:figure 2}",
+    "expected_w": "B's error should be {w:figure 2} × A's",
+    "measured_w": "measured {w:figure 2} × A's",
     # an analysis of somebody's package
     "analysis_failed": (
         "the analysis {name} of the package {package} failed and is left out: {error}"

@@ -156,6 +156,8 @@ class Repetition(msgspec.Struct, Worded, kw_only=True, frozen=True):
 class Localization(msgspec.Struct, Answer, Worded, kw_only=True, frozen=True):
     """The answer of `localize`."""
 
+    COMMAND: ClassVar[str] = "localize"
+    DOCUMENTS: ClassVar[str] = "divergence.report.localization:page_document"
     TEXTS: ClassVar[Mapping[str, str]] = {
         "contradiction": "levels_apart",
         "doubt": "side_doubt",

@@ -25,7 +25,7 @@ import msgspec
 
 from divergence._version import __version__
 from divergence.analyses.blocks.find import find as find_in_blocks
-from divergence.comparison.advice import Advice, beside
+from divergence.comparison.advice import Advice, beside, other_prompts
 from divergence.comparison.align import Pair, opened
 from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
@@ -754,13 +754,6 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[Comm
         commands.append(command("sensitivity", here, candidate=candidate, truth=truth, note=also))
     num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     if spread(num_tokens) > 1:
-        commands.append(
-            command(
-                "capture",
-                a.manifest.model.source,
-                o=beside(here, "-more"),
-                prompts="FILE",
-                note=fact("experiments.more_prompts", num_tokens=num_tokens),
-            )
-        )
+        note = fact("experiments.more_prompts", num_tokens=num_tokens)
+        commands.append(other_prompts(a.manifest, beside(here, "-more"), note))
     return commands

@@ -7,10 +7,10 @@ import itertools
 import json
 from collections.abc import Sequence
 
-from divergence.document import Document, Section, Side
+from divergence.document import Document, Section, Side, capital
 from divergence.html import parts
 from divergence.html.parts import Element, Node, command, el, facts, name, prose_block
-from divergence.html.sections import capital, element, script_data, section_title
+from divergence.html.sections import element, script_data, section_title
 from divergence.words import HEADLINES, count, printable_json
 
 _STANDINGS = {"green": ("good", "✓"), "red": ("bad", "✕"), "magenta": ("unsure", "≠")}
@@ -26,7 +26,7 @@ def frame(
     made_by: str,
     columns: Sequence[str] = (),
     noun: str = "Block",
-    data_lead: str = "This page holds the answer it was made of.",
+    data_lead: str = "This page holds the answer it was made of",
 ) -> str:
     """The whole file. ``title``: the answer, as a browser's tab shows it. ``attachment``: the JSON
     to download, of which the script makes the CSV of ``columns``, where there are some. ``noun``:
@@ -35,9 +35,9 @@ def frame(
         section
         for whole in documents
         for section in whole.sections
-        if section.body or section.detail or section.lead
+        if section.body or section.detail
     ]
-    data = Section(id="download", title="Data", lead=data_lead)
+    data = Section(id="download", title="Data", detail=data_lead)
     toggle = el(
         "button",
         "Theme",

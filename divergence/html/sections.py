@@ -14,6 +14,7 @@ from divergence.document import (
     Strip,
     Strips,
     Table,
+    capital,
 )
 from divergence.html.figures import figure, script
 from divergence.html.parts import (
@@ -37,11 +38,10 @@ _CLASSES = {"wrong": "flagged", "below": "", "good": ""}
 
 def element(section: Section, *more: Node) -> Element:
     """The whole section, under its title. ``more``: behind its blocks."""
-    lead = section.lead or (f"{capital(section.detail)}." if section.detail else "")
     return el(
         "section",
         el("h2", section_title(section), id=f"{section.id}-title"),
-        el("p", lead, class_="lead") if lead else None,
+        el("p", f"{capital(section.detail)}.", class_="lead") if section.detail else None,
         *_all_nodes(section.body),
         *more,
         id=section.id,
@@ -51,13 +51,6 @@ def element(section: Section, *more: Node) -> Element:
 
 def section_title(section: Section) -> str:
     return section.heading or capital(section.title)
-
-
-def capital(sentence: str) -> str:
-    """A sentence's first word begins with a capital letter, unless it is a name: of a module, a
-    task or a file."""
-    word = sentence.partition(" ")[0].rstrip(",:;")
-    return sentence[:1].upper() + sentence[1:] if word.isalpha() else sentence
 
 
 def _all_nodes(blocks: Iterable[Block | None]) -> Iterator[Node]:

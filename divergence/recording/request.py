@@ -27,6 +27,7 @@ from divergence.recording.plant import Plant, Substitute, parse_plant, parse_sub
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.recording.selection import chosen_store, select_positions, step_selected
 from divergence.run.captured import DEFAULT_BUFFER_BYTES, buffer_bytes
+from divergence.run.command import command_line
 from divergence.run.contents import site_names
 from divergence.run.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
 from divergence.run.ranks import unsharded
@@ -277,15 +278,12 @@ def _decided_by(like: Run, model: str | None, options: CaptureOptions) -> dict[s
     # What the manifest holds in two places, or a run may not choose freely.
     served = recorded.scores_alone
     if served and model is None:
-        words = {field.name: field.option.words for field in fields_of(CaptureOptions)}
-        again = [words[source.option] for source in sources()]
+        again: dict[str, Any] = {"like": run.path, "o": "OTHER", "note": "records it again"}
         raise UsageError(
             f"no model ran here for {run.path}: it holds log-probabilities alone",
-            hint="; ".join(
-                [
-                    "--model PATH names this machine's copy",
-                    *(f"{words} records it again" for words in again),
-                ]
+            hint=(
+                "--model PATH names this machine's copy",
+                *(command_line("capture", **{item.option: "URL"} | again) for item in sources()),
             ),
         )
     transformers = EngineNote(name=DEFAULT, version="")

@@ -21,11 +21,12 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import Report, strict_json
-from divergence.document import Column, Document
+from divergence.document import Column
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
 from divergence.layout import MAX_WIDTH, Line, cut, fold
-from divergence.report.localization import descent_section, headline_of
+from divergence.report.environment import machine_of
+from divergence.report.localization import page_document
 from divergence.report.screen import screen_lines
 from divergence.report.summary import machine_tables, opening_of
 from divergence.report.text import document_lines
@@ -242,8 +243,7 @@ def _markdown(
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
         if result.operator is None or result.report is not None:
-            whole = Document(headline=headline_of(result), sections=[descent_section(result)])
-            lines += ["## What localize found", "", *_fenced(document_lines(whole))]
+            lines += ["## What localize found", "", *_fenced(document_lines(page_document(result)))]
     lines += ["## The machines", ""]
     for table in machine_tables({name: machine_of(item) for name, item in machines.items()}):
         columns = [Column(title, _short) for title in table.titles]
@@ -255,26 +255,6 @@ def _markdown(
         lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
     lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
     return "\n".join(lines) + "\n"
-
-
-def machine_of(environment: Environment) -> dict[str, str | None]:
-    """Return what is known of a machine, by name."""
-    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
-    return {
-        "label": environment.label,
-        "device": f"{environment.device_type}: {environment.device_name}{number}",
-        "driver": environment.driver,
-        "runtime": environment.runtime,
-        "CPU": environment.cpu,
-        "CPU model": environment.cpu_model,
-        "instructions": environment.cpu_capability,
-        "threads": str(environment.num_threads),
-        "platform": environment.platform,
-        "Python": environment.python,
-        **dict(sorted(environment.versions.items())),
-        **environment.torch_build,
-        **environment.variables,
-    }
 
 
 def _fenced(lines: Sequence[Line]) -> list[str]:

@@ -111,24 +111,49 @@ def report_csv(report: Report) -> str:
 _NAMED = 8  # operators in a line
 
 
+def machine_of(environment: Environment) -> dict[str, str]:
+    """What is known of a machine, by name."""
+    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
+    fixed = {
+        "label": environment.label,
+        "device": f"{environment.device_type}: {environment.device_name}{number}",
+        "driver": environment.driver,
+        "runtime": environment.runtime,
+        "CPU": environment.cpu,
+        "instructions": environment.cpu_capability,
+        "threads": str(environment.num_threads),
+        "CPU model": environment.cpu_model,
+        "platform": environment.platform,
+        "Python": environment.python,
+    }
+    more = dict(sorted(environment.versions.items())) | environment.torch_build
+    every = fixed | more | environment.variables | fixed
+    return {name: text for name, text in every.items() if text}
+
+
+_LINES = (
+    ("device", "driver", "runtime"),
+    ("CPU", "instructions", "threads"),
+    ("CPU model",),
+    ("platform", "Python"),
+)
+
+
 def machine_facts(environment: Environment) -> list[tuple[str, str]]:
-    """Device, CPU, versions and the variables that change arithmetic."""
-    device = environment.device_name
-    if environment.num_devices:
-        device += f" x {environment.num_devices}"
-    for name, value in (("driver", environment.driver), ("runtime", environment.runtime)):
-        device += f", {name} {value}" if value else ""
-    threads = count(environment.num_threads, "thread")
-    facts = [
-        ("device", f"{environment.device_type}: {device}"),
-        ("cpu", f"{environment.cpu}, {environment.cpu_capability}, {threads}"),
-        ("cpu model", environment.cpu_model or ""),
-        ("platform", f"{environment.platform}, Python {environment.python}"),
-        ("versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
-        ("torch build", ", ".join(f"{k} {v}" for k, v in environment.torch_build.items())),
-        ("variables", ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))),
-    ]
-    return [(name, text) for name, text in facts if text]
+    """The same on a few lines."""
+    machine = machine_of(environment)
+    facts = []
+    for first, *names in _LINES:
+        rest = (f", {name} {machine[name]}" for name in names if name in machine)
+        facts += [(first, machine[first] + "".join(rest))] if first in machine else []
+    for name, group, sign in (
+        ("versions", dict(sorted(environment.versions.items())), " "),
+        ("torch build", environment.torch_build, " "),
+        ("variables", environment.variables, "="),
+    ):
+        text = ", ".join(f"{key}{sign}{value}" for key, value in group.items())
+        facts += [(name, text)] * bool(group)
+    return facts
 
 
 def machine_section(environment: Environment) -> Section:

@@ -88,12 +88,11 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
         id="ways",
         heading="Ways of running",
         body=[_ways(result)],
-        lead="Each is a run like the base run with one thing changed.",
+        detail="each is a run like the base run with one thing changed",
     )
     verdicts = Section(
         id="verdicts",
-        title="verdicts",
-        heading="What compare says of each",
+        title="what compare says of each",
         verbose=True,
         body=[named(*item, indent=2) for item in summaries],
     )
@@ -110,7 +109,6 @@ def selfcheck_document(result: SelfcheckResult) -> Document:
 
 def _ways(result: SelfcheckResult) -> Table:
     return Table(
-        caption="Ways of running",
         num_left=3,
         indent=0,
         whole=True,
@@ -175,7 +173,7 @@ def sensitivity_document(result: Sensitivity) -> Document:
     sizes = Section(
         id="sizes",
         heading="The smallest fault that is seen",
-        lead="Faults of growing size were planted in what B recorded, until compare saw them.",
+        detail="faults of growing size were planted in what B recorded, until compare saw them",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )
     basis = Section(
@@ -203,7 +201,6 @@ def sensitivity_document(result: Sensitivity) -> Document:
 
 def _units(result: Sensitivity) -> Table:
     return Table(
-        caption="A size is a share of",
         title="a size is a share of",
         columns=("fault", "unit"),
         rows=list(result.units.items()),
@@ -276,7 +273,6 @@ def _sizes(result: Sensitivity) -> list[Table]:
         size_of = partial(_size, escalated=escalated)
         tables.append(
             Table(
-                caption=f"Smallest size seen, {what}",
                 title="smallest size seen",
                 detail=f"{deep}: faults of formula or data" if escalated else what,
                 columns=("block", *(Column(fault, size_of) for fault in result.phrases)),
@@ -341,7 +337,7 @@ def _confirmations(result: Sensitivity) -> list[Section]:
     what = "as expected" if not wrong else f"{wrong} NOT as expected"
     words = {True: "seen", False: "not seen"}
     table = Table(
-        caption="Planted for real",
+        title="planted for real",
         num_left=6,
         **each_in(
             result.confirmations,

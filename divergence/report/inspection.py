@@ -83,7 +83,7 @@ def run_document(
         top.append(named("", text))
     top += [named("command", requoted(manifest.command))] if manifest.command else []
     top += [named("like", manifest.like)] if manifest.like else []
-    top += happened(manifest)
+    top += happened(manifest, every=verbose)
     about = model_facts(manifest)
     top += [named(*item) for item in about if verbose or item[0] not in _OF_MODEL]
     wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
@@ -135,9 +135,9 @@ def run_document(
     )
 
 
-def happened(manifest: Manifest, *, more: str = "-v") -> list[Sentence]:
+def happened(manifest: Manifest, *, every: bool = False, more: str = "-v") -> list[Sentence]:
     """Say what was done to a run on purpose, and what did not go as asked. ``more``: what lists all
-    switches."""
+    switches and reasons; ``every``: with the reasons why calls were left out, each on a line."""
     plan, settings = manifest.plan, manifest.settings
     sentences = changes(plan.plants, plan.substitutes)
     for item in manifest.overrides:
@@ -145,7 +145,7 @@ def happened(manifest: Manifest, *, more: str = "-v") -> list[Sentence]:
     sentences += repeats(manifest.repeatability)
     if any(item.status in ("refused", "absent") for item in settings.switches):
         sentences += switch_sentences(settings.switches, more=more)
-    return [*sentences, *fallbacks(settings), *_skipped(manifest)]
+    return [*sentences, *fallbacks(settings), *_skipped(manifest, every, more)]
 
 
 def following(run: str, manifest: Manifest) -> list[str]:
@@ -169,6 +169,8 @@ def following(run: str, manifest: Manifest) -> list[str]:
             command_line("compare", run, note=suite.answers),
             command_line("capture", **ranks, like=run, o="OTHER", note="on the other machine"),
         ]
+    if not (manifest.can_be_repeated or manifest.scores_alone):
+        return [command_line("compare", run, "OTHER")]
     again: dict[str, Any] = {"note": "on the other machine"}
     for source in sources() if manifest.scores_alone else ():
         again = {source.option: "URL", "model": manifest.model.source, "note": source.note}
@@ -210,12 +212,14 @@ def truth_text(truth: OwnTruth, manifest: Manifest) -> str:
     )
 
 
-def _skipped(manifest: Manifest) -> list[Sentence]:
-    """Operator calls that were left out, by reason."""
-    return [
-        Sentence(f"{count(number, 'operator call')}: {reason}", "left out", indent=2, hang=14)
-        for reason, number in manifest.plan.skipped_operators.items()
-    ]
+def _skipped(manifest: Manifest, every: bool, more: str) -> list[Sentence]:
+    """Operator calls that were left out, by reason; in one line unless ``every`` is set."""
+    reasons = list(manifest.plan.skipped_operators.items())
+    if len(reasons) > 2 and not every:
+        others, num = count(len(reasons) - 1, "other reason"), sum(num for _, num in reasons)
+        reasons = [(f"{reasons[0][0]}; {others} ({more} lists them)", num)]
+    texts = [f"{count(number, 'operator call')}: {reason}" for reason, number in reasons]
+    return [Sentence(text, "left out", indent=2, hang=14) for text in texts]
 
 
 def stored(manifest: Manifest) -> str:

@@ -23,12 +23,9 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         ("A", result.reference),
         ("B", result.candidate),
         ("truth", truth),
-        ("runs in", result.out),
+        ("runs in", result.out if result.repro is None else None),  # it lies there, too
     ]
-    sections = [
-        descent_section(result, brief=not every),
-        Section(body=[named(name, run) for name, run in runs if run]),
-    ]
+    sections = [descent_section(result, brief=not every)]
     if result.report is not None:
         reasons = [item for level in result.levels for item in level.because]
         shown = [item for item in result.report.verdict.evidence if item not in reasons]
@@ -38,8 +35,17 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
     there = any(replace(item, note=None) == result.continuation for item in result.elsewhere)
     again = [] if there or not result.commands else [f"{result.again}   # goes on from there"]
     return Document(
-        headline=headline_of(result), sections=sections, next=[*result.commands, *again]
+        headline=headline_of(result),
+        known=[named(name, run) for name, run in runs if run],
+        sections=sections,
+        next=[*result.commands, *again],
     )
+
+
+def page_document(result: Localization) -> Document:
+    """The whole answer, where the last comparison's report stands below it or is left out."""
+    whole = localization_document(result, every=True)
+    return dataclasses.replace(whole, sections=whole.sections[:1])
 
 
 def headline_of(result: Localization) -> Headline:
@@ -101,9 +107,8 @@ def descent_section(result: Localization, *, brief: bool = False) -> Section:
     return Section(
         id="descent",
         title="descent",
-        heading="The descent",
-        lead="From the block to the operator, and its proof.",
-        body=[named(*row, indent=2) for row in (*rows, *proof)],
+        detail="from the block to the operator, and its proof",
+        body=[named(*row, indent=2, width=14) for row in (*rows, *proof)],
     )
 
 

@@ -123,7 +123,6 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
     shown = [row for number, row in enumerate(rows) if number not in hidden]
     words = {"diverged": "wrong", "silent": "below"}
     table = Table(
-        caption="Each run against the first",
         columns=_COLUMNS,
         num_left=5,
         names=True,
@@ -144,7 +143,7 @@ def _runs(matrix: Matrix, *, every: bool, page: bool) -> Section:
         heading="Runs",
         body=body,
         parts=[BlockPart(block=row.path, facts=_row_facts(row)) for row in chosen],
-        lead=f"{count(len(matrix.rows), 'run')}, each compared with {first.path}.",
+        detail=f"{count(len(matrix.rows), 'run')}, each compared with {first.path}",
     )
 
 
@@ -200,7 +199,7 @@ def _among(matrix: Matrix) -> list[Section]:
         problem = f"not compared: {(check.problem or '').partition(chr(10))[0]}"
         rows.append((check.reference, check.candidate, _called(check.verdict, problem)))
     table = Table(
-        caption="The other runs with one another",
+        title="the other runs with one another",
         columns=("run", "and run", "verdict"),
         rows=rows,
         num_left=3,

@@ -28,7 +28,6 @@ from divergence.html.page import frame
 from divergence.html.parts import render, small_table
 from divergence.html.picture import Picture, compose, compose_tree
 from divergence.numerics.trees import Tree
-from divergence.report import localization as localized
 from divergence.report.environment import csv_columns
 from divergence.report.matrix import matrix_document
 from divergence.report.summary import (
@@ -53,11 +52,11 @@ def page(
     """The whole file, as text. ``above``: another command's answer that rests on this report
     (`check`, `localize`), and comes first."""
     packed, num_kept = attached(report)
-    data_lead, total = "This page holds the report it was made of.", len(report.sites)
+    data_lead, total = "This page holds the report it was made of", len(report.sites)
     if num_kept != total:
         data_lead = (
             f"This page holds {num_kept:,} of {total:,} results, the worst first, so that it stays "
-            "small; `divergence compare --json` and `--csv` write all of them."
+            "small; `divergence compare --json` and `--csv` write all of them"
         )
     verdict = report.verdict
     onset = verdict.onset and (verdict.onset.block or verdict.onset.site)
@@ -137,13 +136,13 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     documents = _documents_of(answer)
     if isinstance(answer, Matrix):
         small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
-        lead = "This page holds the answer it was made of, without the report of each pair."
+        lead = "This page holds the answer it was made of, without the report of each pair"
         return _framed(small, documents, noun="Run", data_lead=lead)
     if not isinstance(answer, Localization):
         return _framed(answer, documents)
     if answer.report is None:
         return _framed(answer, documents, made_by=__version__)
-    return page(answer.report, background, above=documents[0], command_name="localize")
+    return page(answer.report, background, above=documents[0], command_name=answer.COMMAND)
 
 
 def _documents_of(answer: Answer) -> list[Document]:
@@ -153,14 +152,9 @@ def _documents_of(answer: Answer) -> list[Document]:
         return [dataclasses.replace(opening_of(answer), known=runs)]
     if isinstance(answer, Matrix):
         return [matrix_document(answer, page=True)]
-    if answer.DOCUMENTS is not None:
-        documents = placed(answer.DOCUMENTS)(answer)
-        return [documents] if isinstance(documents, Document) else documents
-    assert isinstance(answer, Localization)
-    top = localized.headline_of(answer)
-    return [
-        Document(headline=top, sections=[localized.descent_section(answer)], next=answer.commands)
-    ]
+    assert answer.DOCUMENTS is not None
+    documents = placed(answer.DOCUMENTS)(answer)
+    return [documents] if isinstance(documents, Document) else documents
 
 
 def _framed(answer: Any, documents: list[Document], **parts: str) -> str:

@@ -107,6 +107,7 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
         for block, following in zip(section.body, [*section.body, None][1:], strict=True):
             if not isinstance(block, Table) or most < 1:
                 continue
+            what = (section.title if block is section.body[0] else "") or block.title
             wrong = [number for number in range(len(block.rows)) if block.mark(number) in _WRONG]
             if not wrong:
                 continue
@@ -117,7 +118,7 @@ def _wrong_rows(sections: Sequence[Section], most: int) -> tuple[Table, Sentence
                 below={},
                 marks=[block.marks[number] for number in wrong],
                 more="-v lists them",
-                title=f"worst of {block.title or section.title}",
+                title=f"worst of {what}",
             )
             legend = following if isinstance(following, Sentence) else None
             return cut_down, legend if legend is not None and legend.style == "dim" else None

@@ -28,7 +28,7 @@ from divergence.comparison.result import (
 )
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.layout import Line, cut
-from divergence.report.environment import changes
+from divergence.report.environment import changes, machine_of
 from divergence.report.text import document_lines, headline_lines
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import is_of_parameter
@@ -174,7 +174,7 @@ def verdict_headline(report: Report) -> Headline:
         of = "all prompts" if is_of_parameter(onset.site) else f"prompt {onset.sample}{token}"
         where = f"; {forward}, {of}" if report.sites or report.operators else ""  # of a model
         facts.append(named("onset", f"{onset.site}{block}{where}", "bold"))
-    if verdict.side is not None and not is_quiet(report):
+    if verdict.side is not None and not is_quiet(report) and not is_alone(report):
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
         facts.append(named("side", f"{wrong or f'{letter(verdict.side)} is'} wrong"))
     lacking = [check.detail for check in verdict.checks if check.state != "met" and check.detail]
@@ -210,15 +210,13 @@ def unseen(report: Report) -> list[str]:
     seen = None if report.verdict.kind == "identical" else report.visible
     texts = []
     if seen is not None:
-        # ``errors below 0.94% of a block's output (step 3.7%, token 4.8%, channel 0.28%)``
-        least = []
-        for what, size_seen in (
-            ("step", seen.forward),
-            ("token", seen.token),
-            ("channel", seen.channel),
-        ):
-            least += [] if size_seen is None else [f"{what} {share(size_seen)}"]
-        parts = f" ({', '.join(least)})" if least else ""
+        sizes = (
+            ("one step", seen.forward),
+            ("one token", seen.token),
+            ("one channel", seen.channel),
+        )
+        least = ", ".join(f"{what} {share(size)}" for what, size in sizes if size is not None)
+        parts = f" ({least})" if least else ""
         lone = "" if seen.token is not None else "; a single token alone is not judged"
         texts.append(f"errors below {share(seen.block)} of a block's output{parts}{lone}")
     if report.not_exercised:
@@ -339,26 +337,24 @@ def _settings_sections(preflight: list[PreflightLine], *, verbose: bool) -> list
     detail = f"{len(same)} the same, {len(by['differs'])} different, {len(by['blocking'])} blocking"
     detail += f", {len(unknown)} unknown" if unknown else ""
     apart = [*by["blocking"], *by["differs"], *(unknown if verbose else ())]
-    body: list[Block] = [_table_of("What differs", apart)] if apart else []
+    body: list[Block] = [_table_of("what differs", apart)] if apart else []
     if unknown and not verbose:
         names = ", ".join(item.check for item in unknown)
         body.append(Sentence(names, "unknown", style="yellow", indent=2, hang=10))
     if same and verbose:
         folded = f"{count(len(same), 'setting')} the same"
-        body.append(_table_of("What is the same", same, folded))
-    section = Section(
-        id="settings", title="preflight", detail=detail, heading="Settings", body=body
-    )
+        body.append(_table_of("what is the same", same, folded))
+    section = Section(id="settings", title="settings", detail=detail, body=body)
     return [section] if preflight else []
 
 
-def _table_of(caption: str, rows: Iterable[PreflightLine], folded: str = "") -> Table:
+def _table_of(title: str, rows: Iterable[PreflightLine], folded: str = "") -> Table:
     rows = list(rows)
     alone = len({row.status for row in rows}) == 1  # on a page the caption says it
     state = Column("status", face="terminal" if alone else "")
     detail = ["detail"] * any(row.detail for row in rows)
     return Table(
-        caption=caption,
+        title=title,
         num_left=5,
         folded=folded,
         listed=True,
@@ -465,14 +461,14 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
     )
     tables = [
         Table(
-            caption="By pass",
+            title="by pass",
             columns=("pass", "what", Column("compared", _num_compared)),
             rows=passes,
             num_left=3,
             bare=True,
         ),
         Table(
-            caption="Not compared",
+            title="not compared",
             columns=(
                 "",
                 Column("where", "{0.site} ({0.pass_}, prompt {0.sample}, step {0.step})".format),
@@ -486,11 +482,7 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
         ),
     ]
     shown = [table for table in tables if table.rows]
-    return [
-        Section(
-            id="coverage", title="coverage", detail=detail, heading="What was compared", body=shown
-        ),
-    ]
+    return [Section(id="coverage", title="what was compared", detail=detail, body=shown)]
 
 
 def _num_compared(row: PassCoverage) -> str:
@@ -505,7 +497,7 @@ def _num_compared(row: PassCoverage) -> str:
 
 
 def _made(background: Background) -> list[Section]:
-    """Say when and how each run was made, and on what, as far as no setting says it."""
+    """Say when and how each run was made, and on what."""
     sides = background.reference, background.candidate
     if not any(sides):
         return []
@@ -517,10 +509,7 @@ def _made(background: Background) -> list[Section]:
             "recorded": f"{side.sizes.num_records:,} records, {size(side.sizes.stored_bytes)}",
             "command": side.command,
             "processes": side.processes,
-            "platform": side.environment.platform,
-            "Python": side.environment.python,
-            **dict(sorted(side.environment.versions.items())),
-            **side.environment.torch_build,
+            **machine_of(side.environment),
         }
         for name, side in zip("AB", sides, strict=True)
     }
@@ -542,8 +531,8 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
     same = [row for row in rows if len(set(row[1:])) == 1]
     columns, folded = ("what", *facts), f"{count(len(same), 'line')} the same"
     tables = [
-        Table(caption="What differs", columns=columns, rows=apart, num_left=3),
-        Table(caption="What is the same", columns=columns, rows=same, num_left=3, folded=folded),
+        Table(title="what differs", columns=columns, rows=apart, num_left=3),
+        Table(title="what is the same", columns=columns, rows=same, num_left=3, folded=folded),
     ]
     return [table for table in tables if table.rows]
 
@@ -551,7 +540,7 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
 def _findings(report: Report) -> list[Section]:
     findings = report.findings
     table = Table(
-        caption="Findings",
+        title="findings",
         columns=("finding", "role", "what was found"),
         num_left=3,
         folded=count(len(findings), "finding"),
@@ -565,8 +554,8 @@ def _findings(report: Report) -> list[Section]:
         id="findings",
         title="All findings",
         body=[table],
-        lead="What each analysis found. The verdict was made of these; a hint or a context is a "
-        "place to look, and no fault.",
+        detail="what each analysis found. The verdict was made of these; a hint or a context is a "
+        "place to look, and no fault",
     )
     return [section] if findings else []
 

@@ -69,16 +69,22 @@ def document_markdown(*documents: Document, made_by: str) -> str:
         lines += [f"**{headline.word}**: {markdown_code(headline.text)}", ""]
         lines += _listed_markdown([*headline.facts, *whole.known, *map(Sentence, whole.why)])
         for section in whole.sections:
-            if section.title:
-                detail = f": {markdown_code(section.detail)}" if section.detail else ""
-                lines += [f"**{markdown_code(section.title)}**{detail}", ""]
+            lines += _titled_markdown(section)
             for block in _unfolded(section.body):
                 if isinstance(block, Table):
+                    lines += _titled_markdown(block)
                     lines += [*block.on("terminal").markdown(), ""]
                 elif isinstance(block, Sentence):
                     lines += _listed_markdown([block])
         lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
     return "\n".join([*lines, "", f"Made by {made_by}."]) + "\n"
+
+
+def _titled_markdown(part: Section | Table) -> list[str]:
+    if not part.title:
+        return []
+    detail = f": {markdown_code(part.detail)}" if part.detail else ""
+    return [f"**{markdown_code(part.title)}**{detail}", ""]
 
 
 def _listed_markdown(sentences: Iterable[Sentence]) -> list[str]:
@@ -103,9 +109,10 @@ def sections_lines(sections: Iterable[Section], every: bool = False) -> list[Lin
             continue
         shown = [heading(section.title, section.detail)] if section.title else []
         for block in _unfolded(section.body):
-            if isinstance(block, Table) and block.title:
-                shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
             if isinstance(block, Table):
+                inner = block.listed or block.indent > 2
+                if block.title and not inner and (len(shown) > 1 or not section.title):
+                    shown += [*[BLANK] * bool(shown), heading(block.title, block.detail)]
                 content = block.on("terminal", every=every)
                 shown += _listed_lines(content) if block.listed else table_lines(content)
             elif isinstance(block, Sentence):

@@ -48,6 +48,7 @@ def test_a_pair_made_of_tensors_is_not_captured_again(tmp_path, llama, invoke):
     for command in verdict.next:
         assert command.startswith("divergence inspect ")
         assert invoke(*command.partition("   #")[0].split()[1:])[0] == 0
+    assert "capture --like" not in invoke("inspect", str(a.path))[1]
     with pytest.raises(RunFormatError, match="has no tokens") as caught:
         capture(like=a, out=tmp_path / "c")
     assert "divergence.record(" in caught.value.hint

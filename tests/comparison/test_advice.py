@@ -13,7 +13,7 @@ from divergence import RecordOptions, capture, compare
 from divergence import truth as make_truth
 from divergence.cli.main import app
 from divergence.comparison.advice import Advice, WithinAdvice, beside
-from divergence.run.manifest import Mesh, MeshAxis
+from divergence.run.manifest import EngineNote, Mesh, MeshAxis
 from divergence.run.storage import Url
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
@@ -177,17 +177,24 @@ def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path, invoke
     )
 
 
-def of_ranks(run, **axes):
-    """The run as if several ranks had made it."""
-    mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
-    manifest = msgspec.structs.replace(run.manifest, mesh=mesh)
+def as_if(run, **made):
+    """The run as if it had been made otherwise."""
+    manifest = msgspec.structs.replace(run.manifest, **made)
     return SimpleNamespace(
         path=run.path, manifest=manifest, records=run.records, has_bytes=run.has_bytes
     )
 
 
-def test_several_ranks_are_started_again_as_several(llama, tmp_path):
-    """One process would not ask the same; neither operators nor float32 are made by several."""
+def of_ranks(run, **axes):
+    """The run as if several ranks had made it."""
+    return as_if(
+        run, mesh=Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
+    )
+
+
+def test_several_ranks_and_engines_of_ours_are_started_again(llama, tmp_path):
+    """One process would not ask the same, nor another engine; several ranks make neither operators
+    nor float32. No command names somebody's engine."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
     b = capture(like=a, out=tmp_path / "b", plants=["lm_head:out=nan"], probe=False)
     advice = Advice(a, of_ranks(b, dp=2, tp=4))
@@ -206,6 +213,12 @@ def test_several_ranks_are_started_again_as_several(llama, tmp_path):
     assert within.whole()[0].text.endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
     other_way = Advice(of_ranks(b, tp=2), a)
     assert other_way.escalate()[0].text.startswith("divergence capture")
+    note = EngineNote(name="compile", version="1", options={"backend": "eager", "mode": None})
+    again = Advice(a, as_if(b, engine=note)).certainty()[0].text
+    assert " --engine compile --engine-option backend=eager --plant" in again
+    foreign = as_if(b, engine=EngineNote(name="evil", version="1"))
+    assert "--engine" not in Advice(a, foreign).certainty()[0].text
+    assert "--engine transformers" in Advice(as_if(a, engine=note), b).certainty()[0].text
 
 
 def test_places_beside_archives_and_urls(llama, tmp_path):

@@ -176,7 +176,7 @@ def test_a_wrong_block_is_named_by_a_repeated_run(tmp_path):
     assert verdict.confidence == "high"
     free = compare(a, _recorded(broken, tmp_path / "free")).verdict
     lacking = " ".join(item.detail for item in free.checks)
-    assert "no anchored pass (record(module, like=A) in Python)" in lacking
+    assert "B's blocks did not get A's inputs (record(module, like=A) in Python)" in lacking
     assert "capture --like" not in lacking and free.confidence == "low"
 
 

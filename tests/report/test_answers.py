@@ -348,7 +348,7 @@ def test_the_page_of_localize_has_its_report(reports, answer_of):
     )
     answer = msgspec.structs.replace(answer, report=reports.make_long_report())
     text = answer.html()
-    assert text.index(">STOPPED<") < text.index("The descent") < text.index('id="blocks"')
+    assert text.index(">STOPPED<") < text.index(">Descent<") < text.index('id="blocks"')
     assert "because" in text
     assert attached(text)["verdict"]["kind"] == answer.report.verdict.kind
 

@@ -48,6 +48,8 @@ PATHS = ("probe", "replay")
 """With --quiet they print the path of the run that they made."""
 NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay", "weights")
 """Their JSON holds the numbers that the sentence is made of."""
+ELSEWHERE = ("golden", "collectives", "diff", "probe")
+"""Of reports test_faces names each fact; what `probe` counts stands under -v one by one."""
 MADE = ("probed", "replayed")
 """What was made, in the way of the next."""
 
@@ -83,6 +85,14 @@ def in_this_process(steps, words, side, shown):
 
 def words(text: str) -> str:
     return " ".join(text.split()).casefold()
+
+
+def facts_of(screen: str) -> list[str]:
+    """The parts of each line before what is next, as far as they are whole."""
+    lines = re.split(r"^next$", screen, flags=re.M)[0].splitlines()
+    shown = [line for line in lines if line[:6] != "more  " and "> odd" not in line]
+    parts = [part for line in shown for part in re.split(r"  +|: ", line) if "…" not in part]
+    return [part.strip(" -?!>:") for part in parts]
 
 
 def texts(value: object) -> list[str]:
@@ -134,6 +144,10 @@ def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch
         page.unlink()
     if command[0] in TABLES:
         faces["Markdown"] = html.unescape(re.sub(r"</?\w+>", "", ask("--markdown")))
+    told = facts_of(screen)
+    for face in {"-v", "page", "Markdown"}.intersection(faces) if name not in ELSEWHERE else ():
+        missing = [part for part in told if words(part) not in words(faces[face])]
+        assert not missing, (face, missing)
     for face, text in faces.items():
         for line in opening[:1] if face == "--quiet" else opening:
             for part in re.split(r"  +", line)[-1].split(": "):

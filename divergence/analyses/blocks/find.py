@@ -691,6 +691,8 @@ def within_rounding(
         no_truth = fact("blocks.truth_of_full")
     elif by_truth and measured.partial:
         no_truth = fact("blocks.truth_incomplete")
+    elif measured.truth is not None and not sure:
+        no_truth = fact("blocks.truth_of_free")
     elif advice.truth_beside is not None:
         no_truth = fact("blocks.truth_beside", path=advice.truth_beside)
     # is a trusted run itself beyond the limits that it widens?

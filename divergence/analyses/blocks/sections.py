@@ -553,7 +553,8 @@ _FREE = "rel L2 where each side went on with its own values: what has added up s
 
 def rows_table(
     rows: Sequence[SiteRow],
-    caption: str = "",
+    title: str = "",
+    detail: str = "",
     *,
     several: bool = False,
     escalated: Mapping[str, float] | None = None,
@@ -621,7 +622,8 @@ def rows_table(
             )
         )
     return Table(
-        caption=caption,
+        title=title,
+        detail=detail,
         columns=columns,
         rows=values,
         names=True,
@@ -631,31 +633,48 @@ def rows_table(
     )
 
 
-def _phase_table(report: Report, phase: str, rows: list[SiteRow], most: int | None) -> Table:
-    """A table of some ``most`` rows at most, between which it says what is not there."""
+def _phase(
+    report: Report, phase: str, rows: list[SiteRow], most: int | None
+) -> tuple[Table, Sentence]:
+    """A table of some ``most`` rows at most, between which it says what is not there, and how many
+    of all rows are beyond the limit."""
     below: dict[int, list[Sentence]] = {}
     shown: list[SiteRow] = []
     for item in rows if most is None else elide(rows, max_rows=most):
         if isinstance(item, SiteRow):
             shown.append(item)
             continue
-        worst = item.worst.worst
-        size = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
+        site = item.worst.worst
+        size = times(site.ratio) if site.ratio is not None else decimal(site.rel_l2)
         text = f"… {count(item.num_rows, 'healthy row')}, at most {size}"
         below[len(shown) - 1] = [Sentence(text, indent=2, style="dim")]
-    samples = {site.sample for site in report.sites if site.phase == phase}
-    return rows_table(
+    sites = [site for site in report.sites if site.phase == phase]
+    steps, prompts = ({getattr(site, name) for site in sites} for name in ("step", "sample"))
+    over = [name for name, values in (("steps", steps), ("prompts", prompts)) if len(values) > 1]
+    worst = f"; the worst of all {' and '.join(over)}" if over else ""
+    estimated = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
+    errors = [item.relative_error for item in estimated if item.relative_error is not None]
+    spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
+    worst += f"; estimated{spread}" if estimated else ""
+    pass_ = main_pass(sites)
+    beyond, equal = sum(row.flagged for row in rows), sum(row.worst.identical for row in rows)
+    begins = ", > where it begins" if any(row.onset for row in rows) else ""
+    text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
+    table = rows_table(
         shown,
-        f"All blocks, {phase}",
-        several=len(samples) > 1,
+        f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
+        _PASSES.get(pass_, pass_) + worst,
+        several=len(prompts) > 1,
         below=below,
         escalated=escalated_ratios(report, phase),
     )
+    return table, Sentence(f"{text}{equal:,} bit-identical", style="dim")
 
 
-def _legend(tables: Sequence[Table], face: str) -> list[tuple[str, str]]:
+def _legend(blocks: Sequence[Table | Sentence], face: str) -> list[tuple[str, str]]:
     """Lists what the columns hold, by their titles."""
-    columns = [column for table in tables for _, column in table.on(face).shown]
+    tables = (block.on(face) for block in blocks if isinstance(block, Table))
+    columns = [column for table in tables for _, column in table.shown]
     return list({column.title: column.meaning for column in columns if column.meaning}.items())
 
 
@@ -666,8 +685,7 @@ def _prompts(report: Report) -> Table | None:
     beyond = sum(usage > 1 for usage, *_ in rows)
     none = f"{count(len(rows), 'prompt')}, none beyond a limit"
     return Table(
-        caption="Prompts, the worst first",
-        title="prompts",
+        title="prompts, the worst first",
         num_left=3,
         detail=f"{beyond} of {len(rows)} beyond a limit" if beyond else none,
         columns=(
@@ -698,7 +716,6 @@ def _nonfinite(report: Report) -> Table | None:
         "B": attrgetter("nonfinite.candidate_nan", "nonfinite.candidate_inf"),
     }
     return Table(
-        caption="Non-finite values, in order",
         title="non-finite values",
         num_left=2,
         detail=f"at {count(len(sites), 'site')}; in order:",
@@ -736,48 +753,26 @@ def sections(
     if not report.sites:
         lone = not page and report.verdict.kind != "identical" and not any(parts)
         return [Section(title="sites", detail="none were compared")] if lone else []
-    lists = [_prompts(report), _nonfinite(report)]
+    lists = [table for table in (_prompts(report), _nonfinite(report)) if table is not None]
     rows_of = {phase: phase_rows(report, phase, all_sites=every) for phase in phases(report)}
     most = _MOST_ROWS if page else None if every else MAX_ROWS
-    tables = {phase: _phase_table(report, phase, rows, most) for phase, rows in rows_of.items()}
+    tables = [part for phase, rows in rows_of.items() for part in _phase(report, phase, rows, most)]
     if background is not None:
-        return [_page(report, background, rows_of, list(tables.values()), lists)]
-    made = [Section(body=[each]) for each in lists if each is not None]
+        return [_page(report, background, rows_of, tables, lists)]
     if report.verdict.kind == "identical" and not every:
-        return made
-    made += [_phase(report, phase, rows_of[phase], content) for phase, content in tables.items()]
-    legend = _legend(list(tables.values()), "terminal")
+        return [Section(body=lists)]
+    legend = _legend(tables, "terminal")
     legend.append(("more", "every word: docs/glossary.md; every number: --csv FILE, --json"))
     facts = [named(*item, indent=2, width=14) for item in legend]
-    return [*made, Section(title="columns", body=facts)]
-
-
-def _phase(report: Report, phase: str, rows: Sequence[SiteRow], content: Table) -> Section:
-    sites = [site for site in report.sites if site.phase == phase]
-    steps, prompts = ({getattr(site, name) for site in sites} for name in ("step", "sample"))
-    over = [name for name, values in (("steps", steps), ("prompts", prompts)) if len(values) > 1]
-    worst = f"; the worst of all {' and '.join(over)}" if over else ""
-    estimated = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
-    errors = [item.relative_error for item in estimated if item.relative_error is not None]
-    spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
-    worst += f"; estimated{spread}" if estimated else ""
-    pass_ = main_pass(sites)
-    beyond, equal = sum(row.flagged for row in rows), sum(row.worst.identical for row in rows)
-    begins = ", > where it begins" if any(row.onset for row in rows) else ""
-    text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
-    return Section(
-        title=f"decode, {count(len(steps), 'step')}" if phase == "decode" else phase,
-        detail=_PASSES.get(pass_, pass_) + worst,
-        body=[content, Sentence(f"{text}{equal:,} bit-identical", style="dim")],
-    )
+    return [Section(body=[*lists, *tables]), Section(title="columns", body=facts)]
 
 
 def _page(
     report: Report,
     background: Background,
     rows_of: Mapping[str, list[SiteRow]],
-    tables: Sequence[Table],
-    lists: Sequence[Table | None],
+    tables: Sequence[Table | Sentence],
+    lists: Sequence[Table],
 ) -> Section:
     """The largest errors, the error of each block, where and when it is largest, what a block is
     made of."""
@@ -785,23 +780,23 @@ def _page(
     pictures, modules = maps(report, background), block_parts(report)
     equal = all(site.identical for site in report.sites)
     onset = report.verdict.onset
-    lead = "There is none: all bits are equal."
+    lead = "there is none: all bits are equal"
     if main_pass(report.sites) == "anchored" and not equal:
-        lead = "Each block of B was given the input that A recorded, so an error at its output was "
-        lead += "made in that block and not inherited. The shaded band is what rounding explains."
+        lead = "each block of B was given the input that A recorded, so an error at its output was "
+        lead += "made in that block and not inherited. The shaded band is what rounding explains"
     elif not equal:
-        lead = "Each run went its own way, so a block also carries the errors of those before it. "
-        lead += "The shaded band is what rounding in one block explains."
+        lead = "each run went its own way, so a block also carries the errors of those before it. "
+        lead += "The shaded band is what rounding in one block explains"
     every = worst_rows(report)
     worst = [row for row in every if not row.worst.identical][:_WORST] or every[:_WORST]
-    caption = f"The {len(worst)} largest" if len(worst) > 1 else "The largest"
+    title = f"the {len(worst)} largest" if len(worst) > 1 else "the largest"
     legend = [named(*item) for item in _legend(tables, "page")]
     return Section(
         id="blocks",
-        lead=lead,
+        detail=lead,
         heading="The error of each block" if onset is None else "Where the error is made",
         body=[
-            None if equal else rows_table(worst, caption),
+            None if equal else rows_table(worst, title),
             Figures(plots, choose=True),
             Figures(pictures) if pictures else None,
             *lists,
@@ -868,7 +863,7 @@ def _part(
         ),
     )
     modules = Table(
-        caption="Modules, the worst forward of each",
+        title="modules, the worst forward of each",
         num_left=3,
         names=True,
         note=" ".join(notes),

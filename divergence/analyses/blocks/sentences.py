@@ -140,6 +140,7 @@ SENTENCES: Mapping[str, str] = {
     "error_of_one_side": "no truth (divergence truth), but the float64 error of one side alone",
     "truth_of_full": "the truth judges only what was kept in full",
     "truth_incomplete": "the truth is incomplete",
+    "truth_of_free": "the truth judges runs on their own values, not block by block",
     "no_truth": "no truth (divergence truth)",
     "truth_beside": "no truth (--truth {path})",
     "float32_takes_truth": "the float32 check takes a truth",

@@ -47,8 +47,7 @@ def sections(report: Report, **_: object) -> list[Section]:
     section = Section(
         id="logits",
         title="logits",
-        detail="KL in nats from A to B; the worst of all steps",
-        lead="How far apart the distributions over the next token are; KL in nats, from A to B.",
-        body=[Table(caption="The worst of all steps", columns=_COLUMNS, rows=rows, num_left=2)],
+        detail="distributions over the next token, the worst of all steps; KL in nats from A to B",
+        body=[Table(title="the worst of all steps", columns=_COLUMNS, rows=rows, num_left=2)],
     )
     return [section] if rows else []

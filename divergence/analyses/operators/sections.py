@@ -12,7 +12,7 @@ from divergence.layout import MAX_WIDTH, cut
 from divergence.words import count, decimal, grouped, letter, limit_share, share, times
 
 _AROUND, _WORST = 4, 6
-_MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
+_MATCHED = {"sequence": "~ by order", "value": "= by value", "dataflow": "& by dataflow"}
 _W = "how much farther B is from the truth than A"
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
 _MOST_OF_BLOCK = 80
@@ -27,26 +27,19 @@ def sections(
     operators = report.operators
     if operators is None:
         return []
-    results, page = operators.results, background is not None
+    results = operators.results
     shown = list(range(len(results))) if every else _chosen(operators)
     beyond = sum(result.limit_usage > 1 for result in results)
     equal = sum(result.identical for result in results)
-    body: list[Block] = [_table(operators, shown, "Where it begins, and the largest")]
-    if not page:
-        parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
-        if any(result.match == "sequence" for result in results):
-            parts.append("~ by order")
-        if operators.num_value_matches:
-            parts.append("= by value")
-        if any(result.match == "dataflow" for result in results):
-            parts.append("& by dataflow")
-        if operators.judged == "truth":
-            parts.append("W: err B over err A")
-        body.append(Sentence("; ".join(parts), style="dim"))
+    body: list[Block] = [_table(operators, shown, "where it begins, and the largest")]
+    parts = [f"{count(len(results), 'operator')}: {beyond} beyond, {equal} bit-identical"]
+    used = {result.match for result in results}
+    parts += [text for match, text in _MATCHED.items() if match in used]
+    parts += ["W: err B over err A"] * (operators.judged == "truth")
+    body.append(Sentence("; ".join(parts), style="dim"))
     if operators.unmatched:
         body.append(
             Table(
-                caption="Called by one side alone",
                 title="called by one side alone",
                 names=True,
                 columns=("operator", "side", Column("line", face="page")),
@@ -65,17 +58,13 @@ def sections(
     detail = f"inside {inside}, from equal inputs"
     if alone:
         detail = f"{count(len(results), 'operator')}, each alone, on equal inputs"
-    frame = "each alone, on equal inputs" if alone else "from equal block inputs"
-    lead = f"{count(len(results), 'operator')} compared, {frame}: "
-    lead += f"{beyond} beyond a limit, {equal} with equal bits."
     return [
         Section(
             id="operators",
             title="operators",
-            lead=lead,
             body=body,
             detail=detail,
-            parts=_parts(operators) if page else (),
+            parts=() if background is None else _parts(operators),
         )
     ]
 
@@ -94,7 +83,7 @@ def _chosen(operators: OperatorsResult) -> list[int]:
 
 
 def _table(
-    operators: OperatorsResult, shown: Sequence[int], caption: str, *, note: str = ""
+    operators: OperatorsResult, shown: Sequence[int], title: str, *, note: str = ""
 ) -> Table:
     """Those of ``shown``: their numbers. Below each what stands in whose place there, and with what
     else it was called."""
@@ -124,7 +113,7 @@ def _table(
             if with_truth
             else (result.limit_usage, result.difference, result.floor)
         )
-        matched = "" if result.match == "exact" else f" {_MATCHED[result.match]}"
+        matched = "" if result.match == "exact" else f" {_MATCHED[result.match][0]}"
         verdict = _verdict(result) or "equal" * result.identical
         rows.append((_short_name(result) + matched, *numbers, verdict, result.source))
     marks = [
@@ -132,7 +121,7 @@ def _table(
         for result in results
     ]
     return Table(
-        caption=caption,
+        title=title,
         rows=rows,
         marks=marks,
         names=True,
@@ -203,6 +192,6 @@ def _parts(operators: OperatorsResult) -> list[BlockPart]:
         worst = sorted(numbers, key=lambda n: -operators.results[n].limit_usage)[:most]
         left = len(numbers) - len(worst)
         note = f"{left} more are in the JSON." if left else ""
-        table = _table(operators, sorted(worst), "Operators", note=note)
+        table = _table(operators, sorted(worst), "operators", note=note)
         parts.append(BlockPart(block=block, tables=[table]))
     return parts

@@ -32,7 +32,7 @@ def audit_sections(
                 if place.part == row.part
             )
     table = Table(
-        caption="Parts of the model",
+        title="parts of the model",
         num_left=len(sides) + 2,
         columns=(Column("part", width=16), *sides, Column("expected", _expectation)),
         marks=marks,

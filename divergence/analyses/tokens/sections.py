@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from divergence.analyses.tokens.find import kl_fact
@@ -38,7 +39,7 @@ from divergence.words import both_ends, count, figure, fixed, letter, list_names
 _MOST_STRIPS = 8
 _MOST_TOKENS = 128
 """Of one prompt."""
-_MOST_FLIPS = 60
+_MOST_FLIPS = 12
 
 
 def sections(report: Report, *, background: Background | None = None, **_: object) -> list[Section]:
@@ -48,22 +49,15 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         return []
     total = tokens.num_tokens + tokens.num_missing
     missing = f"; {tokens.num_missing} of A's it did not generate" if tokens.num_missing else ""
-    how = "B was fed A's tokens" if tokens.forced else "each run chose alone"
-    lead = (
-        "B continued A's text, so every step can be compared"
-        if tokens.forced
-        else "each continued its own text, so steps behind a difference say nothing"
-    )
-    lead = (
-        f"{tokens.num_equal} of {count(total, 'choice')} of the next token agree; {lead}{missing}."
-    )
+    how = "each run chose alone, so steps behind a difference say nothing"
+    how = "B was fed A's tokens, so every step can be compared" if tokens.forced else how
     first, flips = tokens.first_difference, tokens.differences
     body: list[Block | None] = []
     if first is not None:
         body += _first(first, forced=tokens.forced)
     body += [] if background is None else _strips(tokens, background)
     if flips[1:]:
-        body.append(_later(flips[1:]) if background is None else _flips(flips))
+        body.append(_flips(flips))
     if tokens.kl_mean is not None and not has(report.verdict.evidence, "tokens.kl"):
         body.append(_divergence(tokens))
     if tokens.explanation is not None:
@@ -72,7 +66,6 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         Section(
             id="tokens",
             title="tokens",
-            lead=lead,
             body=body,
             detail=f"{tokens.num_equal} of {total} equal; {how}{missing}",
         )
@@ -109,7 +102,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     body: list[Block] = [
         Sentence(place, "first difference:", style="yellow", indent=2, hang=4),
         Table(
-            caption="What each side chose",
+            title="what each side chose",
             columns=("", Column("", _token), Column("", _margin)),
             num_left=3,
             indent=4,
@@ -122,7 +115,7 @@ def _first(first: TokenDifference, *, forced: bool) -> list[Block]:
     if rows:
         body.append(
             Table(
-                caption="The most likely tokens there",
+                title="the most likely tokens there",
                 names=True,
                 rows=rows,
                 indent=4,
@@ -182,18 +175,6 @@ def _judgement(first: TokenDifference) -> list[Sentence]:
     return sentences
 
 
-def _later(flips: Sequence[TokenDifference]) -> Sentence:
-    """The other flips, counted by what they are."""
-    names = {"tie": "tie", "fault": "fault", None: "unjudged"}
-    counts = [
-        f"{number} {name}{'s' if number > 1 and judgement else ''}"
-        for judgement, name in names.items()
-        if (number := sum(flip.judgement == judgement for flip in flips))
-    ]
-    text = f"{len(flips)} ({', '.join(counts)})"
-    return Sentence(text, "later differences:", indent=2, hang=4)
-
-
 def _divergence(tokens: TokensResult) -> Sentence:
     beyond = (tokens.kl_ratio or 0.0) > (tokens.kl_limit or math.inf)
     return Sentence(sentence(kl_fact(tokens)), style="red" if beyond else "", indent=2)
@@ -217,7 +198,7 @@ def _explained(explanation: Explanation, first: TokenDifference | None) -> list[
         Sentence(f"{what}, {whence}{why}", "explained:", indent=2, hang=4),
         Sentence(f"{added}, here in {explanation.dtype} on {explanation.device}"),
         Table(
-            caption="Its margin",
+            title="its margin",
             columns=("", Column("", fixed, "", left=True)),
             indent=4,
             rows=[
@@ -311,8 +292,12 @@ def _strip(
 
 
 def _flips(flips: Sequence[TokenDifference]) -> Table:
+    tally = Counter(flip.judgement for flip in flips)
+    counts = [count(tally[name], name) for name in ("tie", "fault") if tally[name]]
+    counts += [f"{tally[None]} not judged"] * bool(tally[None])
     return Table(
-        caption="Different choices",
+        title="different choices",
+        detail=", ".join(counts),
         num_left=4,
         sparse=True,
         most=_MOST_FLIPS,

@@ -35,7 +35,7 @@ def sections(
     ]
     if result.differing:
         table = Table(
-            caption="Different bits",
+            title="different bits",
             num_left=2,
             most=_MOST_FAULTS,
             **each_in(
@@ -53,7 +53,7 @@ def sections(
 def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
     body: list[Block] = [
         Table(
-            caption=f"Collectives{whose}",
+            title=f"collectives{whose}",
             num_left=2,
             **each_in(
                 side.rows,
@@ -80,7 +80,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
     if side.faults:
         body.append(
             Table(
-                caption=f"Faults{whose}",
                 title=f"faults{whose}",
                 num_left=5,
                 detail=count(len(side.faults), "finding"),
@@ -105,7 +104,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
         )
         more.append(
             Table(
-                caption=f"Order of addition{whose}",
                 title=f"order of addition{whose}",
                 num_left=6,
                 detail="found from outside, and replayed bit by bit",
@@ -129,7 +127,6 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
             rates = {row.collective: row for row in side.bandwidth}.values()
         more.append(
             Table(
-                caption=f"Bandwidth{whose}",
                 title=f"bandwidth{whose}",
                 folded="Bandwidth",
                 detail="median of calls, slowest rank",

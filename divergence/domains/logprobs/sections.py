@@ -46,7 +46,7 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
             shown = fact(f"logprobs.{code}", **msgspec.structs.asdict(numbers), **whole)
             rows.append((name, shown))
     body: list[Block] = [
-        Table(caption="How far apart", columns=("", Column("", sentence)), rows=rows, num_left=2)
+        Table(title="how far apart", columns=("", Column("", sentence)), rows=rows, num_left=2)
     ]
     checks = {check.name: check for check in result.checks}
     if result.rollout:  # what trainers watch, then the rest of those numbers
@@ -60,7 +60,7 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         ]
         body.append(
             Table(
-                caption="What trainers watch",
+                title="numbers that trainers watch",
                 columns=("trainer-rollout", Column("value", "{:.4g}".format), *titles),
                 rows=rows_watched,
                 marks=[_MARKS.get(state, "") for *_, state in rows_watched],
@@ -70,7 +70,6 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     if len(result.sequences) > (1 if background is None else 0):
         more.append(
             Table(
-                caption="Prompts, the ones that differ most first",
                 title="prompts",
                 detail="the ones that differ most first",
                 folded=f"All {len(result.sequences):,} prompts",
@@ -100,7 +99,6 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
         Section(
             id="logprobs",
             title="log-probabilities",
-            heading="Log-probabilities",
             detail=f"{prompts}, {equal} tokens equal",
             body=body,
         ),

@@ -27,7 +27,7 @@ SENTENCES = {
     "margins_moved": ("; margins moved by {median_shift:.2g} nats; {source} explains {limit:.2g}"),
     "no_task": "{side:letter} has no {task}",
     "not_the_same": "not the same evaluation: {reasons:list ; }",
-    "scores": "of {num_scores} scores {counts:list}",
+    "scores": "{num_scores:count score}: {counts:list}",
     "num_of": "{num_scores} {verdict}",
     # what a policy asks for
     "task": "{task} is {verdict}, which the policy does not allow",
@@ -133,13 +133,14 @@ SENTENCES = {
         "[[; {num_changed:,} of {num_paired:,} answers changed]]"
     ),
     "shown_why": (
-        "{num_ties:count flip} at near ties ({difference_of_ties:signed}) and {num_shifts:,} with "
-        "a real shift ({difference_of_shifts:signed}){verbose:yes=: a tie's margin moves by no "
-        "more than {limit:.2g} nats, by {limit_of}; the median moved by {median_shift:.2g}|no=}"
+        "{num_ties:count flip} at near ties make {difference_of_ties:signed} of the difference, "
+        "{num_shifts:,} with a real shift {difference_of_shifts:signed}{verbose:yes=: a tie's "
+        "margin moves by no more than {limit:.2g} nats, by {limit_of}; the median moved by "
+        "{median_shift:.2g}|no=}"
     ),
     "shown_in_runs": (
         "{num:,} of {num_flips:,} flips: {num_ties:count near tie} "
-        "({difference_of_ties:signed}), {num_shifts:count real shift} "
+        "({difference_of_ties:signed} of the difference), {num_shifts:count real shift} "
         "({difference_of_shifts:signed}){num_not_reproduced:0=|*=, {num_not_reproduced:,} not "
         "reproduced}{num_not_told:0=|*=, {num_not_told:,} not told}; a tie's margin moves by no "
         "more than {limit:.2g} nats, by {limit_of}"

@@ -82,6 +82,7 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
         table = Section(
             id=f"scores-{number}",
             heading=f"Scores of {candidate.side.path}",
+            detail="each score, candidate against reference",
             body=[score_table(candidate)],
         )
         lines = [_side("A", report.reference)] * (verbose or not number)
@@ -138,7 +139,6 @@ def _side(name: str, side: EvaluationSummary) -> Sentence:
 def score_table(candidate: Candidate) -> Table:
     """One row a task."""
     return Table(
-        caption="Each score, candidate against reference",
         num_left=2,
         columns=(
             "score",

@@ -27,7 +27,7 @@ def sections(
     if operators:
         body.append(
             Table(
-                caption="Operators",
+                title="operators",
                 columns=_titles(suite.judged),
                 num_left=2,
                 rows=[_operator_row(op, judged=suite.judged) for op in operators],
@@ -51,7 +51,6 @@ def sections(
     if whole:
         body.append(
             Table(
-                caption="Results",
                 title="results",
                 folded=f"All {len(suite.cases):,} results",
                 columns=(

@@ -70,7 +70,7 @@ def steps(report: Report) -> Page:
 def whole(report: Report) -> Page:
     """Return what `compare -v` prints."""
     rows = [(line.text,) for line in report_lines(report, verbose=True)]
-    return Page(title="report", table=Table(caption="report", columns=("",), rows=rows))
+    return Page(title="report", table=Table(columns=("",), rows=rows))
 
 
 HOMES: dict[str, tuple[str, Callable[[Report], Page]]] = {
@@ -95,7 +95,7 @@ def _modules(report: Report, block: str) -> Page:
         for other in section.parts
         if other.block == block
         for table in other.tables
-        if table.caption != part.tables[0].caption
+        if table.title != part.tables[0].title
     ]
     width = len(table.titles) - 1
     rows = [*table.cells(), *((f"{extra.caption} ›", *[""] * width) for extra in more)]
@@ -107,7 +107,6 @@ def _modules(report: Report, block: str) -> Page:
         return _forwards(report, own[table.rows[number][0]].site)
 
     shown = Table(
-        caption=block,
         columns=table.titles,
         rows=rows,
         marks=table.marks,
@@ -121,7 +120,6 @@ def _forwards(report: Report, name: str) -> Page:
     sites = [site for site in report.sites if site.site == name]
     sites.sort(key=lambda site: (site.pass_, site.sample, site.step))
     table = Table(
-        caption=name,
         **each_in(
             sites,
             ("pass", "pass_"),
@@ -145,9 +143,7 @@ def _forwards(report: Report, name: str) -> Page:
 def _result(site: SiteResult) -> Page:
     rows = [(name, value) for name, value in _flat(msgspec.to_builtins(site)) if value]
     title = f"{site.pass_}, prompt {site.sample}, step {site.step}"
-    return Page(
-        title=title, table=Table(caption=title, columns=("field", "value"), rows=rows, num_left=2)
-    )
+    return Page(title=title, table=Table(columns=("field", "value"), rows=rows, num_left=2))
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -197,7 +193,7 @@ def _groups(report: Report, what: str, numbers_of: Callable[[SiteResult], list[i
 
     title = f"{what}s"
     note = count(len(rows), what)
-    table = Table(caption=title, columns=columns, rows=rows, num_left=2, marks=marks, note=note)
+    table = Table(columns=columns, rows=rows, num_left=2, marks=marks, note=note)
     return Page(title=title, table=table, open=opened)
 
 

@@ -283,6 +283,9 @@ def test_free_runs_alone_have_a_side_too(case):
     assert report.verdict.kind in ("localized", "drift")
     last = [s for s in report.sites if s.site == "model.layers.2:out" and s.step == 0][-1]
     assert last.truth.w_median > 100
+    healthy = compare(one.a, one.like(anchor=False), truth=one.truth).verdict
+    lacking = " ".join(check.detail or "" for check in healthy.checks)
+    assert "the truth judges runs on their own values" in lacking and "no truth" not in lacking
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_orders_are_explained_with_their_expected_w():
     )
     (item,) = found.evidence
     assert sentence(item) == (
-        f"{SHAPE} float32: A adds fused blocks, B sequential 512: expected W 1.41"
+        f"{SHAPE} float32: A adds fused blocks, B sequential 512: B's error should be 1.41 × A's"
     )
     assert item.values["expected_w"] == pytest.approx((131327 / 65664) ** 0.5)
 
@@ -74,7 +74,7 @@ def test_measured_w_stands_in_the_explanation():
     a = manifest(order("pairwise", 5000, numbers={"error": 1e-7}))
     b = manifest(order("sequential 512", 131327, numbers={"error": 4e-7}))
     (item,) = explain_arithmetic(a, b).evidence
-    assert sentence(item).endswith("expected W 5.12, measured W 4.00")
+    assert sentence(item).endswith("B's error should be 5.12 × A's, measured 4.00 × A's")
 
 
 def test_w_by_hand():
@@ -147,7 +147,8 @@ def test_equal_words_of_other_trees_differ():
         msgspec.structs.replace(order("pairwise 16", 64), digest="x"),
     )
     assert texts(manifest(one), manifest(two)) == [
-        f"{SHAPE} float32: both add as pairwise 16, but other terms stand together: expected W 1.00"
+        f"{SHAPE} float32: both add as pairwise 16, but other terms stand together: B's error "
+        "should be 1.00 × A's"
     ]
 
 

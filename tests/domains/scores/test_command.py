@@ -75,7 +75,7 @@ def test_many_tasks_are_a_table(invoke, tables):
     """One row each; in full those that are not equal."""
     code, out, _ = invoke("scores", tables("a", 0, 8), tables("b", 100, 8))
     assert code == 0 and "t3 score" in out and len(out.splitlines()) < 60
-    assert out.startswith("WORSE: of 8 scores ")
+    assert out.startswith("WORSE: 8 scores: ")
 
 
 def test_the_other_forms(invoke, tables, tmp_path):

@@ -139,7 +139,7 @@ def test_several_tasks_and_candidates_are_one_family(table):
     report = scores(table("a", a4, task=four, id=ids), table("b", b4, task=four, id=ids))
     worst = min(report.candidates[0].tasks, key=lambda task: task.p_value)
     assert worst.p_value < 0.05 < worst.p_adjusted and worst.verdict == "undecided"
-    assert report.candidates[0].summary.startswith("of 4 scores ")
+    assert report.candidates[0].summary.startswith("4 scores: ")
     report = scores(table("c", a), table("d", b), table("e", a))
     assert [one.verdict for one in report.candidates][1] != "worse"
     assert report.candidates[0].tasks[0].p_adjusted == pytest.approx(2 * worst.p_value, rel=1e-6)

@@ -17,10 +17,13 @@ steps too, so that a pipeline or a loop that nobody can change is recorded as it
 from __future__ import annotations
 
 import contextlib
-import copy
+import contextvars
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -35,11 +38,13 @@ from divergence.recording.engines.identity import (
     note_changes,
     usual_dtype,
 )
+from divergence.recording.forwards import patched
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
-from divergence.recording.recorder import Recorder
+from divergence.recording.past import Past, chance_of
+from divergence.recording.recorder import Hook, Recorder
 from divergence.recording.selection import SiteSelection
-from divergence.recording.structure import describe_modules
+from divergence.recording.structure import CALL, describe_modules, unwrapped
 from divergence.run.manifest import (
     ConfigValue,
     Manifest,
@@ -60,8 +65,24 @@ from divergence.run.writer import RunWriter
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 """What one forward is given: its only argument, all of them, or named ones."""
 _APPLY = ("sites", "label")
-_CALL = "_compiled_call_impl"
-"""What torch runs of a module in the place of its forward, where it is set."""
+_AGAIN = contextvars.ContextVar("again", default=False)
+"""Is an anchored forward under way? What it calls is no step of another recording."""
+
+
+class _OneThread(Hook):
+    """Refuses a call that another thread makes while a step is under way."""
+
+    thread = 0
+
+    def sees(self, path: str) -> bool:
+        return path == ROOT
+
+    def before(self, *_: Any) -> None:
+        if threading.get_ident() != self.thread:
+            raise UsageError(
+                "the module is called by several threads at once, and steps are told apart by none",
+                hint="one call after another, or a record of each thread's own copy",
+            )
 
 
 class Recording:
@@ -69,15 +90,23 @@ class Recording:
 
     def __init__(
         self,
+        given: torch.nn.Module,
         module: torch.nn.Module,
+        structure: torch.nn.Module,
         recorders: Sequence[Recorder],
         manifest: Manifest,
         like: Run | None,
     ) -> None:
-        self._module, self._recorders, self._manifest = module, recorders, manifest
-        self._like = like
-        self._compiled = getattr(module, _CALL)
-        self._caches: dict[int, tuple[Any, Any]] = {}
+        """``given``: what the caller has, which may wrap ``module``, which is called in its place,
+        and ``structure``, whose modules are recorded."""
+        self._module, self._structure = module, structure
+        self._recorders, self._manifest, self._like = recorders, manifest, like
+        self._names, self._past = argument_names(structure), Past(structure)
+        self._lock, self._guard = threading.RLock(), _OneThread()
+        for recorder in recorders:
+            recorder.hooks.insert(0, self._guard)
+        doors = {id(door): door for door in (given, module, structure)}.values()
+        self._doors = [(door, vars(door).get(CALL)) for door in doors]
         self.is_open = True
         # inputs of each step of ``like``, by port
         self._before: dict[int, dict[str, Record]] = {}
@@ -94,9 +123,10 @@ class Recording:
         """One forward of the module, with gradients in training mode alone; returns what the module
         does. With ``like`` it is run twice, and raises UsageError for inputs that are not that
         run's."""
-        return self._step(self._module, args, kwargs)
+        with self._lock:
+            return self._step(args, kwargs)
 
-    def _step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_open:
             raise UsageError("the run is complete: its `with` block has ended")
         number, tokens = self.num_steps, self._manifest.tokens
@@ -114,61 +144,57 @@ class Recording:
             self._check_inputs(number, args, kwargs, sample)
         tokens.samples.append(sample)
         tokens.groups.append([number])
-        # a cache that the first forward writes to is as it was in the second
-        calls = [(args, kwargs), *(self._copied((args, kwargs)) for _ in self._recorders[1:])]
         grad = self._module.training and torch.is_grad_enabled()
-        results: list[Any] = []
-        for recorder, (places, names) in zip(self._recorders, calls, strict=True):
-            recorder.begin(sample=number, batch=1, num_tokens=0)
-            graded = functools.partial(torch.set_grad_enabled, grad and not results)
-            with self._called(self._compiled), recorder.installed(), graded():
-                results.append(call(*places, **names))
-            if recorder is self._recorders[0]:
-                note_changes(self._module, self._manifest.model.derived, number)
-        return results[0]
+        free, *again = self._recorders
+        twins = self._past.twins((args, kwargs)) if again else ()
+        chance = chance_of(self._structure)
+        with torch.set_grad_enabled(grad):
+            result = self._forward(free, number, args, kwargs)
+        note_changes(self._structure, self._manifest.model.derived, number)
+        if isinstance(result, GeneratorType):
+            raise UsageError(
+                "the module's forward is a generator: its modules run when the step is over",
+                hint="record a module whose forward returns list(...) of it",
+            )
+        for recorder in again:
+            before = _AGAIN.set(True)
+            try:
+                with torch.no_grad(), self._past.in_place(), chance():
+                    self._forward(recorder, number, *twins)
+            finally:
+                _AGAIN.reset(before)
+        return result
 
-    def _copied(self, value: Any) -> Any:
-        """What a module may write to, once more; tensors are what they were. A cache of keys and
-        values goes on as the anchored pass has filled it, or each block would see B's own past."""
-        if isinstance(value, torch.Tensor):
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(map(self._copied, value))
-        if type(value) is dict:
-            return {key: self._copied(item) for key, item in value.items()}
-        length = getattr(value, "get_seq_length", None)
-        if length is not None and id(value) in self._caches:
-            own = self._caches[id(value)][1]
-            if own.get_seq_length() == length():
-                return own
-        try:
-            copied = copy.deepcopy(value)
-        except Exception:  # a lock, a file: what no copy can be made of is no cache
-            return value
-        if length is not None:
-            self._caches[id(value)] = value, copied
-        return copied
+    def _forward(
+        self, recorder: Recorder, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recorder.begin(sample=number, batch=1, num_tokens=0)
+        self._guard.thread = threading.get_ident()
+        with contextlib.ExitStack() as stack:
+            for door, call in self._doors:
+                stack.enter_context(patched(door, CALL, call))
+            stack.enter_context(recorder.installed())
+            return self._module(*args, **kwargs)
 
     @contextlib.contextmanager
     def calls_recorded(self) -> Iterator[None]:
-        """Within the block, who calls the module makes a step."""
-        call = functools.partial(torch.nn.Module.__call__, self._module)
+        """Within the block, who calls the module makes a step: ``step`` runs where the module is
+        called, as a compiled forward does. It keeps its class, and copies of it and what is saved
+        of it do not have it."""
+
+        def stepping(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs) if _AGAIN.get() else self.step(*args, **kwargs)
+
         try:
-            with self._called(lambda *args, **kwargs: self._step(call, args, kwargs)):
+            with contextlib.ExitStack() as stack:
+                for door, call in self._doors:
+                    own = functools.partial(stepping, call or door._call_impl)
+                    if "torch._dynamo" in sys.modules:  # compiled code may call it
+                        own = torch.compiler.disable(own)
+                    stack.enter_context(patched(door, CALL, own))
                 yield
         finally:
             self.is_open = False
-
-    @contextlib.contextmanager
-    def _called(self, call: Callable[..., Any] | None) -> Iterator[None]:
-        """Within the block, ``call`` runs where the module is called, as a compiled forward does:
-        the module keeps its class, and copies of it and what is saved of it do not have it."""
-        own = vars(self._module)
-        before, own[_CALL] = own.get(_CALL), call
-        try:
-            yield
-        finally:
-            own[_CALL] = before
 
     def repeat(self) -> None:
         """Makes every step of the run in ``like``, with its inputs. Raises UsageError where it does
@@ -176,7 +202,7 @@ class Recording:
         like = self._like
         if like is None:
             raise UsageError("there is no run to repeat", hint="record(module, out=..., like=RUN)")
-        names = argument_names(self._module)
+        names = self._names
         device = next((parameter.device for parameter in self._module.parameters()), None)
         for number, sample in enumerate(like.manifest.tokens.samples):
             values: dict[str, Any] = {}
@@ -203,7 +229,7 @@ class Recording:
         assert like is not None
         if number >= len(like.manifest.tokens.samples):
             raise UsageError(f"{like.path} has {number} steps, and this is another one")
-        given = dict(input_leaves(args, kwargs, argument_names(self._module)))
+        given = dict(input_leaves(args, kwargs, self._names))
         before = self._before.get(number, {})
         wrong = [
             join_site(ROOT, port)
@@ -249,79 +275,87 @@ def record(
         raise UsageError(f"{type(module).__name__} is no torch.nn.Module", hint=hint)
     place = location_of(out)
     check_output(place, force=force, like=None)
-    notes = describe_modules(module)
-    source = None if like is None else Run.open(like)
-    reason = None
-    if source is not None:
-        reason = can_anchor(source, notes)
-        if not any(note.role == "block" for note in notes.values()):
-            reason = "the module has no blocks"
-        if any(sample.prompt_ids for sample in source.manifest.tokens.samples):
-            reason = "it was made of prompts: divergence capture --like repeats it"
-    if source is not None and reason is not None:
-        raise UsageError(f"{source.path} cannot be repeated: {reason}")
-    selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
-    # class and weights: equal weights have equal digests, as in a capture
-    state = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
-    sizes = [
-        (format_of(tensor.dtype).name, tensor.numel())
-        for tensor in state.values()
-        if tensor.is_floating_point()
-    ]
-    own = configured(module)
-    own |= {
-        "config_digest": "",  # by which a run of a module is known
-        "config": {**own.get("config", {}), "training": module.training},
-    }
-    identity = ModelIdentity(
-        source=type(module).__qualname__,
-        model_class=type(module).__name__,
-        task="encoder",
-        dtype=usual_dtype(sizes) or "float32",
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        digest=digest_many(digests),
-        digests=digests,
-        derived=derived_state(module),
-        **own,
-    )
-    device = next((str(parameter.device) for parameter in module.parameters()), "cpu")
-    manifest = Manifest(
-        **provenance(device, label=label, command=None),
-        model=identity,
-        tokens=Tokens(samples=[], groups=[]),
-        settings=Settings(
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            seed=0,
-            device=device,
-            max_new_tokens=1,
-            batch=False,
-        ),
-        plan=Plan(
-            passes=["free"] if source is None else ["free", "anchored"],
-            sites=selection.sites,
-            anchored_to=None if source is None else source.manifest.id,
-            modules={path: note for path, note in notes.items() if path in selection.hooked},
-        ),
-    )
-    with RunWriter(place, manifest, force=force) as writer:
-        recorder = functools.partial(
-            Recorder, module, notes, sink=writer, wanted=selection.wanted, hooked=selection.hooked
-        )
-        recorders = [recorder()]
+    with unwrapped(module) as (inner, structure):
+        notes = describe_modules(structure)
+        source = None if like is None else Run.open(like)
+        reason = None
         if source is not None:
-            tokens = source.manifest.tokens
-            anchor = RecordedInputs(source, tokens.samples, tokens.groups)
-            recorders.append(recorder(pass_="anchored", anchor=anchor))
-        recording = Recording(module, recorders, manifest, source)
-        with recording.calls_recorded():
-            yield recording
-        if not recorders[0].num_emitted:
-            raise UsageError(
-                "no step was made, or no tensor passed the sites",
-                where=str(out),
-                hint="with record(module, out=...) as r: r.step(x)",
+            reason = can_anchor(source, notes)
+            if not any(note.role == "block" for note in notes.values()):
+                reason = "the module has no blocks"
+            if any(sample.prompt_ids for sample in source.manifest.tokens.samples):
+                reason = "it was made of prompts: divergence capture --like repeats it"
+        if source is not None and reason is not None:
+            raise UsageError(f"{source.path} cannot be repeated: {reason}")
+        selection = SiteSelection([sites] if isinstance(sites, str) else list(sites), notes)
+        # class and weights: equal weights have equal digests, as in a capture
+        state = {
+            name: t for name, t in structure.state_dict().items() if isinstance(t, torch.Tensor)
+        }
+        digests = {name: digest_tensor(tensor) for name, tensor in state.items()}
+        sizes = [
+            (format_of(tensor.dtype).name, tensor.numel())
+            for tensor in state.values()
+            if tensor.is_floating_point()
+        ]
+        own = configured(structure)
+        own |= {
+            "config_digest": "",  # by which a run of a module is known
+            "config": {**own.get("config", {}), "training": module.training},
+        }
+        identity = ModelIdentity(
+            source=type(structure).__qualname__,
+            model_class=type(structure).__name__,
+            task="encoder",
+            dtype=usual_dtype(sizes) or "float32",
+            num_parameters=sum(parameter.numel() for parameter in structure.parameters()),
+            digest=digest_many(digests),
+            digests=digests,
+            derived=derived_state(structure),
+            **own,
+        )
+        device = next((str(parameter.device) for parameter in structure.parameters()), "cpu")
+        manifest = Manifest(
+            **provenance(device, label=label, command=None),
+            model=identity,
+            tokens=Tokens(samples=[], groups=[]),
+            settings=Settings(
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                seed=0,
+                device=device,
+                max_new_tokens=1,
+                batch=False,
+            ),
+            plan=Plan(
+                passes=["free"] if source is None else ["free", "anchored"],
+                sites=selection.sites,
+                anchored_to=None if source is None else source.manifest.id,
+                modules={path: note for path, note in notes.items() if path in selection.hooked},
+            ),
+        )
+        with RunWriter(place, manifest, force=force) as writer:
+            recorder = functools.partial(
+                Recorder,
+                structure,
+                notes,
+                sink=writer,
+                wanted=selection.wanted,
+                hooked=selection.hooked,
             )
+            recorders = [recorder()]
+            if source is not None:
+                tokens = source.manifest.tokens
+                anchor = RecordedInputs(source, tokens.samples, tokens.groups)
+                recorders.append(recorder(pass_="anchored", anchor=anchor))
+            recording = Recording(module, inner, structure, recorders, manifest, source)
+            with recording.calls_recorded():
+                yield recording
+            if not recorders[0].num_emitted:
+                raise UsageError(
+                    "no step was made, or no tensor passed the sites",
+                    where=str(out),
+                    hint="with record(module, out=...) as r: r.step(x)",
+                )
     Run.open(place)
 
 

@@ -4,6 +4,7 @@ next."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -11,6 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from types import FrameType
 from typing import Any
 
@@ -43,7 +45,8 @@ def argument_names(module: torch.nn.Module) -> list[str]:
     """Names of the positional parameters of ``module.forward``; empty where it hides them. A
     wrapper put over one module's forward (tensor parallelism does) has none: then its class's."""
     names = _positional(module.forward)
-    return names or _positional(functools.partial(type(module).forward, module))
+    own = getattr(type(module), "forward", None)  # a class of torch.jit has none
+    return names or ([] if own is None else _positional(functools.partial(own, module)))
 
 
 def _positional(forward: Callable[..., Any]) -> list[str]:
@@ -61,10 +64,10 @@ def input_leaves(
     """(port, tensor) for each tensor among the arguments, in order."""
     leaves: list[Leaf] = []
     for index, value in enumerate(args):
-        if isinstance(value, _HOLDERS):
+        if isinstance(value, _HOLDERS) or is_dataclass(value):
             _collect(value, f"in.{names[index] if index < len(names) else index}", leaves)
     for name, value in kwargs.items():
-        if isinstance(value, _HOLDERS):
+        if isinstance(value, _HOLDERS) or is_dataclass(value):
             _collect(value, f"in.{name}", leaves)
     if leaves:
         leaves[0] = "in", leaves[0][1]
@@ -111,10 +114,19 @@ def _collect(value: Any, name: str, leaves: list[Leaf]) -> None:
         for index, item in enumerate(value):
             if item is not None:
                 _collect(item, f"{name}.{index}", leaves)
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    else:
+        for key, item in _named_parts(value).items():
             if item is not None:
                 _collect(item, f"{name}.{key}", leaves)
+
+
+def _named_parts(value: Any) -> Mapping[str, Any]:
+    """The items of a dictionary, the fields of a named tuple or of a dataclass; empty of others."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    return vars(value) if is_dataclass(value) and hasattr(value, "__dict__") else {}
 
 
 def _first_named(
@@ -139,13 +151,19 @@ def _walk(value: Any, name: str, change: Callable[..., Any]) -> Any:
         new = [_walk(item, f"{name}.{index}", change) for index, item in enumerate(value)]
         changed = any(a is not b for a, b in zip(new, value, strict=True))
         return type(value)(new) if changed else value
-    if isinstance(value, dict):  # ModelOutput is an ordered dict, made anew by each forward
-        entries = {key: _walk(item, f"{name}.{key}", change) for key, item in value.items()}
-        different = [key for key in entries if entries[key] is not value[key]]
-        if different and type(value) is dict:
+    parts = _named_parts(value)
+    entries = {key: _walk(item, f"{name}.{key}", change) for key, item in parts.items()}
+    different = {key: item for key, item in entries.items() if item is not parts[key]}
+    if different and isinstance(value, tuple):
+        return value._replace(**different)  # type: ignore[attr-defined]
+    if different and not isinstance(value, dict):
+        value = copy.copy(value)
+        vars(value).update(different)
+    elif different:  # ModelOutput is an ordered dict, made anew by each forward
+        if type(value) is dict:
             value = dict(value)  # an argument that several blocks may share
-        for key in different:
-            value[key] = entries[key]
+        for key, item in different.items():
+            value[key] = item
     return value
 
 

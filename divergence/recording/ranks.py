@@ -196,7 +196,8 @@ class TensorPlacement:
 
     ``plan``: module path → style. ``whole``: site → shape in the undivided model, for the batch
     whose prefill decides a site, once for every step. ``containers``: the modules that hold the
-    blocks; their inputs are given to all ranks.
+    blocks; their inputs are given to all ranks. ``blocks``: all of them. What has no part in any
+    that the plan divides (a tower of pictures, for the shapes of a text) every rank has whole.
     """
 
     def __init__(
@@ -207,8 +208,10 @@ class TensorPlacement:
         size: int,
         place: int,
         containers: Collection[str] = (),
+        blocks: Collection[str] = (),
     ) -> None:
         self._plan, self._whole = plan, whole
+        self._blocks = {block for block in blocks if any(inside(path, (block,)) for path in plan)}
         self._containers = frozenset(containers)
         self._size, self._place = size, place
         self._known: dict[str, str | None] = {}
@@ -219,7 +222,7 @@ class TensorPlacement:
     def __call__(self, site: str, shape: tuple[int, ...], *, settled: bool) -> str | None:
         """The word for the record, or None where nothing can be said. ``settled``: is this the
         batch and the step that ``whole`` was made for?"""
-        if (settled or self._is_given(site)) and site not in self._known:
+        if (settled or site not in self._whole) and site not in self._known:
             self._known[site] = self._decide(site, shape)
         word = self._known.get(site)
         if word is not None and word.startswith("shard:") and int(word[6:]) >= len(shape):
@@ -246,7 +249,9 @@ class TensorPlacement:
             return by_style if site not in self._whole or seen == by_style else None
         if seen == "replicate" and any(path.startswith(prefix + ".") for prefix in self._summing):
             return None
-        return seen
+        divided = inside(path, {*self._blocks, *self._plan})
+        apart = not (divided or any(inside(planned, (path,)) for planned in self._plan))
+        return "replicate" if self._blocks and apart and site not in self._whole else seen
 
     def _is_given(self, site: str) -> bool:
         """Does it enter the model as a whole, before any division?"""
@@ -352,6 +357,7 @@ class Division:
                 size=ranks.sizes["tp"],
                 place=ranks.places["tp"],
                 containers=self._containers,
+                blocks=blocks,
             )
         self._owned: dict[str, bool] = {}
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from divergence.errors import UsageError
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.forwards import patched
 from divergence.run.manifest import ModuleNote, ModuleRole
@@ -38,9 +40,15 @@ def inside(path: str, roots: Iterable[str]) -> bool:
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
-    """Class and role of every module, by path; the root is ``"."`` and trunk."""
+    """Class and role of every module, by path; the root is ``"."`` and trunk. Raises UsageError for
+    modules of torch.jit, which call no hooks."""
     lists: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{path or 'the module'} runs within torch.jit, where no module is seen",
+                hint="record the model as it was before torch.jit.script or torch.jit.trace",
+            )
         if not isinstance(module, nn.ModuleList) or len(module) == 0:
             continue
         if any(path.startswith(outer + ".") for outer in lists):
@@ -146,13 +154,38 @@ def settled(model: torch.nn.Module, given: object = None) -> torch.nn.Module:
     return _unwrapped(model) if _is_wrapper(model) else model
 
 
+@contextlib.contextmanager
+def unwrapped(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yields what is called and what is recorded in the place of ``model``: compilations are put in
+    place as ``settled`` does, and the modules are those that DataParallel or DDP wraps. Afterwards
+    all is as it was."""
+    with contextlib.ExitStack() as stack:
+        for module in list(model.modules()):
+            if _is_wrapper(module):
+                inner = module.get_submodule("_orig_mod")
+                stack.enter_context(patched(inner, CALL, vars(inner).get(CALL)))
+            for name, child in module._modules.items():
+                if child is not None and _is_wrapper(child):
+                    stack.callback(module._modules.__setitem__, name, child)
+        called = structure = settled(model)
+        while isinstance(structure, nn.DataParallel | DistributedDataParallel) and not (
+            vars(structure).get(CALL)  # its compiled code calls what it wraps
+        ):
+            structure = structure.module
+        yield called, structure
+
+
+CALL = "_compiled_call_impl"
+"""What torch runs of a module in the place of its forward, where it is set."""
+
+
 def _is_wrapper(module: torch.nn.Module) -> bool:
     return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
 
 
 def _unwrapped(wrapper: Any) -> torch.nn.Module:
     inner: torch.nn.Module = wrapper._modules["_orig_mod"]
-    if inner.__dict__.get("_compiled_call_impl") is None:
+    if vars(inner).get(CALL) is None:
         inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
     return inner
 
@@ -168,8 +201,8 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
 
 def _compiled_call(module: torch.nn.Module) -> Any:
     """Return what torch.compile made of the module, or of its forward; None where nothing."""
-    forward = module.__dict__.get("forward", type(module).forward)
-    for function in (module.__dict__.get("_compiled_call_impl"), forward):
+    forward = vars(module).get("forward", getattr(type(module), "forward", None))  # of torch.jit
+    for function in (vars(module).get(CALL), forward):
         disabled = getattr(function, "_torchdynamo_disable", False)
         if hasattr(function, "_torchdynamo_orig_callable") and not disabled:
             return function
@@ -191,7 +224,7 @@ def hooked(
         import torch._dynamo
 
         before, after = torch._dynamo.disable(before), torch._dynamo.disable(after)
-    inner = module.__dict__.get("_compiled_call_impl")
+    inner = vars(module).get(CALL)
     if inner is None:
         with (
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -208,7 +241,7 @@ def hooked(
         new = after(module, args, kwargs, output)
         return output if new is None else new
 
-    with patched(module, "_compiled_call_impl", around):
+    with patched(module, CALL, around):
         yield
 
 

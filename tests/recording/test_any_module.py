@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -343,3 +345,210 @@ def test_a_copy_of_a_recorded_module_is_its_own(tmp_path):
     assert torch.equal(torch.load(saved, weights_only=False)(given), usual)
     assert torch.equal(other(given)[0], other.bias)
     assert len(Run.open(tmp_path / "a").manifest.tokens.samples) == 1
+
+
+class Remembering(nn.Module):
+    """Blocks with statistics of batches, dropout, and keys that they keep from step to step."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.lin = nn.BatchNorm1d(12), nn.Linear(32, 32)
+            self.drop = nn.Dropout(0.3)
+            self.register_buffer("kept", torch.zeros(2, 36, 32), persistent=False)
+            self.past, self.num = None, 0
+
+        def forward(self, x):
+            new = self.drop(self.lin(self.norm(x)))
+            self.kept[:, self.num : self.num + 12] = new
+            self.num += 12
+            self.past = new if self.past is None else torch.cat([self.past, new], dim=1)
+            x = x + (x @ self.past.transpose(1, 2)).softmax(-1) @ self.past
+            return x + self.kept[:, : self.num].mean(1, keepdim=True)
+
+    def __init__(self, wrong=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        if wrong is not None:
+            self.blocks[wrong].lin.register_forward_hook(lambda _m, _a, out: out * 1.01)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_a_step_leaves_for_the_next_is_kept_apart_by_pass(tmp_path):
+    """Random numbers, statistics, caches in buffers and attributes: the anchored pass has its own,
+    as A's inputs filled them, and the loop is what it would have been."""
+    steps = torch.randn(3, 2, 12, 32, generator=torch.Generator().manual_seed(1))
+
+    def looped(name, wrong=None, **options):
+        module = Remembering(wrong).train()
+        with torch.no_grad(), record(module, out=tmp_path / name, **options) as recording:
+            torch.manual_seed(7)
+            for step in steps:
+                recording.step(step)
+        return module, Run.open(tmp_path / name)
+
+    module, a = looped("a")
+    other, b = looped("b", like=a)
+    assert compare(a, b).verdict.kind == "identical"
+    for key in ("norm.running_mean", "kept"):
+        path, _, name = f"blocks.1.{key}".rpartition(".")
+        ours, theirs = (getattr(each.get_submodule(path), name) for each in (module, other))
+        assert torch.equal(ours, theirs)
+    assert int(other.blocks[0].norm.num_batches_tracked) == 3 and other.blocks[0].num == 36
+    verdict = compare(a, looped("c", 1, like=a)[1]).verdict
+    assert (verdict.kind, verdict.onset.site) == ("localized", "blocks.1.lin:out")
+
+
+def test_an_argument_that_the_module_writes_to_is_the_caller_s(tmp_path):
+    """Keys in a list of tensors: the anchored pass writes to its own."""
+
+    class Writing(Tower):
+        def forward(self, x, kept, place):
+            for block, keys in zip(self.blocks, kept, strict=True):
+                x = x + block(x) + keys.mean()
+                keys[:, place : place + 12] = x
+            return x
+
+    def looped(name, wrong=1.0, **options):
+        module, kept = Writing(), [torch.zeros(1, 24, 32) for _ in range(4)]
+        module.blocks[2].register_forward_hook(lambda _m, _a, out: out * wrong)
+        with record(module, out=tmp_path / name, **options) as recording:
+            recording.step(torch.ones(1, 12, 32), kept, 0)
+        return kept
+
+    before = looped("a")
+    same, other = looped("b", like=tmp_path / "a"), looped("c", 1.01, like=tmp_path / "a")
+    assert all(map(torch.equal, before, same))
+    assert not torch.equal(before[3][:, :12], other[3][:, :12])
+
+
+def test_a_wrapped_module_has_the_names_of_what_is_wrapped(tmp_path):
+    """A run of one process repeats that of a wrapper, and the wrapper is as it was."""
+    tower, x = nn.DataParallel(Tower()), torch.ones(1, 12, 32)
+    with record(tower, out=tmp_path / "a"):
+        tower(x)
+    a = Run.open(tmp_path / "a")
+    assert compare(a, _repeated(Tower(), a, tmp_path / "b")).verdict.kind == "identical"
+    assert type(tower) is nn.DataParallel and not vars(tower).get("_compiled_call_impl")
+
+
+@pytest.mark.slow
+def test_a_compiled_module_has_the_names_of_what_is_compiled(tmp_path):
+    """Whole or block by block; and compiled code that calls a recorded module makes its steps."""
+    x = torch.ones(1, 12, 32)
+    inner = Tower()
+    inner.blocks[1] = torch.compile(inner.blocks[1], backend="eager")
+    for name, module in (("a", torch.compile(Tower(), backend="eager")), ("b", inner)):
+        with torch.no_grad(), record(module, out=tmp_path / name):
+            module(x)
+        report = compare(
+            tmp_path / name, _repeated(Tower(), Run.open(tmp_path / name), tmp_path / f"{name}2")
+        )
+        (line,) = [line for line in report.preflight if line.check == "code"]
+        assert report.verdict.kind == "identical" and "torch.compile (eager)" in str(line.detail)
+    assert type(inner.blocks[1]).__name__ == "OptimizedModule"
+    tower = Tower()
+    compiled = torch.compile(tower, backend="eager")
+    with torch.no_grad(), record(tower, out=tmp_path / "c"):
+        compiled(x)
+        compiled(x)
+    assert len(Run.open(tmp_path / "c").manifest.tokens.samples) == 2
+
+
+def test_an_anchored_step_is_none_of_a_recording_within(tmp_path):
+    """A part of a module that is recorded by itself is called once a step."""
+    for name, options in (("a", {}), ("b", {"like": tmp_path / "a"})):
+        tower = Tower()
+        with record(tower, out=tmp_path / name, **options) as outer:
+            with record(tower.blocks[1], out=tmp_path / f"{name}-inner") as inner:
+                tower(torch.ones(1, 12, 32))
+            assert (outer.num_steps, inner.num_steps) == (1, 1)
+
+
+@dataclasses.dataclass
+class Fields:
+    hidden: torch.Tensor
+    num: int = 0
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    num: int = 0
+
+
+@pytest.mark.parametrize("kind", [Fields, Named])
+def test_fields_of_a_dataclass_are_recorded_and_anchored(tmp_path, kind):
+    """Of blocks that take and give one, as of a model's result."""
+
+    class Block(nn.Linear):
+        def forward(self, state):
+            return kind(super().forward(state.hidden), state.num + 1)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            state = kind(x)
+            for block in self.blocks:
+                state = block(state)
+            return state
+
+    with record(Model(), out=tmp_path / "a") as recording:
+        assert recording.step(torch.ones(2, 8)).num == 3
+    broken = Model()
+    wrong = lambda _m, _a, out: kind(out.hidden * 1.01, out.num)  # noqa: E731
+    broken.blocks[1].register_forward_hook(wrong)
+    verdict = compare(tmp_path / "a", _repeated(broken, Run.open(tmp_path / "a"), tmp_path / "b"))
+    assert verdict.verdict.onset.site == "blocks.1:out"
+    assert ".:out" in {record.site for record in Run.open(tmp_path / "a").records}
+
+
+def test_what_hides_its_modules_says_so(tmp_path):
+    """A module of torch.jit, a forward that hands out a generator, and calls of several threads."""
+
+    class Slowly(Tower):
+        def forward(self, x):
+            for block in self.blocks:
+                yield block(x)
+
+    x, said = torch.ones(1, 12, 32), []
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"the module runs within torch\.jit"):
+        capture(scripted, inputs=[torch.ones(1, 4)], out=tmp_path / "a")
+    with (
+        pytest.raises(UsageError, match=r"1 runs within torch\.jit"),
+        record(nn.Sequential(nn.Linear(4, 4), scripted), out=tmp_path / "a"),
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match="forward is a generator"),
+        record(Slowly(), out=tmp_path / "b") as recording,
+    ):
+        recording.step(x)
+
+    class Calling(Tower):
+        def forward(self, x):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    def call():
+        try:
+            module(x)
+        except UsageError as error:
+            said.append(str(error))
+
+    module = Calling()
+    with record(module, out=tmp_path / "c") as recording:
+        recording.step(x)
+    assert "called by several threads at once" in said[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers as hf
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from divergence import compare
+from divergence import capture, compare
+from divergence.errors import PromptError
 from divergence.recording.engines.load import resolve_task
 from divergence.run.site import module_of
 from tests.models import tiny
@@ -126,3 +129,42 @@ def test_what_transformers_takes_for_a_causal_model_is():
         config = PreTrainedConfig(architectures=[name])
         config.is_encoder_decoder = False
         assert resolve_task(config) == "causal-lm", name
+
+
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+DECODED = {
+    f"{side}_{what}": n
+    for side in ("encoder", "decoder")
+    for what, n in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 32))
+}
+OWN = {
+    "DPRContextEncoder": lambda: hf.DPRConfig(**SIZES, vocab_size=64),
+    "BertForNextSentencePrediction": lambda: hf.BertConfig(**SIZES, vocab_size=64),
+    "BartForSequenceClassification": lambda: hf.BartConfig(d_model=16, vocab_size=64, **DECODED),
+    "T5EncoderModel": lambda: hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_checkpoint_is_run_as_its_own_class(name, tmp_path):
+    """The auto class of its task would leave the head out, or draw other weights at random."""
+    torch.manual_seed(0)
+    getattr(hf, name)(OWN[name]()).save_pretrained(tmp_path / "m")
+    a = capture(tmp_path / "m", out=tmp_path / "a", prompts=[[5, 9, 17, 2]], probe=False)
+    model = a.manifest.model
+    assert (model.model_class, model.task, model.missing) == (name, "encoder", [])
+    assert check(a, capture(like=a, out=tmp_path / "b", probe=False))
+
+
+def test_a_panic_of_the_tokenizer_is_none(tiny_model, tmp_path, monkeypatch):
+    """Rules in Rust that panic over a file raise what is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_, **__):
+        raise PanicException("called Option::unwrap() on a None value")
+
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", panics)
+    with pytest.raises(PromptError, match="no usable tokenizer"):
+        capture(tiny_model("llama"), out=tmp_path / "a", prompts=["what"], probe=False)

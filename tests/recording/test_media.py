@@ -461,7 +461,7 @@ def test_what_such_prompts_are_not_run_with_is_refused(model, tmp_path, monkeypa
     """Each with a word of its own, and none of them after the model has run."""
     place = model("whisper")
     file = str(prompts(tmp_path, "whisper"))
-    for option in (["--batch"], ["--mesh", "dp"], ["--dry-run"], ["--train"]):
+    for option in (["--batch"], ["--dry-run"], ["--train"]):
         arguments = ["capture", str(place), "--prompts", file, "-o", str(tmp_path / "a"), *option]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 2, option
@@ -596,6 +596,48 @@ def test_a_model_of_pictures_or_sound_alone_says_so(tmp_path, name, config, read
     with pytest.raises(ModelError, match=f"reads {reads}, and prompts hold text") as error:
         capture(tmp_path / "m", out=tmp_path / "a", prompts=[[1, 2]])
     assert "inputs=" in str(error.value.hint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp", "tp"])
+def test_ranks_record_what_one_process_repeats(model, tmp_path, mesh):
+    """Each rank has the pictures and, of a model whose text is divided, the whole tower."""
+    place, out = model("llava"), tmp_path / "ranks"
+    jobs = [{"model": str(place), "out": str(out), "mesh": mesh, "device": "cpu", "probe": False}]
+    jobs[0] |= {"prompts_file": str(prompts(tmp_path, "llava")), "max_new_tokens": 2}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    program = Path(__file__).with_name("ranks_program.py")
+    subprocess.run([sys.executable, program, tmp_path / "jobs.json", "2"], check=True, timeout=300)
+    report = compare(out, capture(like=out, out=tmp_path / "one", probe=False))
+    assert report.verdict.kind in ("identical", "within_floor")
+    assert {f"{TOWER_PATH}.1:out", "model.multi_modal_projector:out"} <= {
+        site.site for site in report.sites if site.pass_ == "anchored"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_processor_s_labels_are_no_input(tmp_path):
+    """PaliGemma's makes some, with which the model would give a loss before its logits."""
+    pytest.importorskip("PIL")
+    ids = tokenizer(["<pad>", "<bos>", "<eos>", "<image>"], image_token="<image>")
+    images = hf.SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    images.image_seq_length = 16
+    processor = hf.PaliGemmaProcessor(images, ids)
+    config = hf.PaliGemmaConfig(
+        vision_config=dict(TOWER, model_type="siglip_vision_model", projection_dim=32),
+        text_config=dict(TEXT, model_type="gemma", head_dim=16, vocab_size=len(ids)),
+        image_token_index=ids.convert_tokens_to_ids("<image>"),
+        projection_dim=32,
+        hidden_size=32,
+    )
+    hf.PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path / "m")
+    processor.save_pretrained(tmp_path / "m")
+    draw(tmp_path / "a.png")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"text": "<image>what", "images": ["a.png"]}))
+    a = capture(tmp_path / "m", out=tmp_path / "a", prompts_file=tmp_path / "p.jsonl", probe=False)
+    logits = a.find(("free", 0, 0, ".:out"))
+    assert logits is not None and logits.shape[-1] == len(ids)
 
 
 def test_a_picture_that_is_cut_off(model, tmp_path):

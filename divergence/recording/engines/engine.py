@@ -191,7 +191,7 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
         length = max(len(sample.prompt_ids) for sample in samples)
         config: Any = loaded.module.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        hint = None
+        hint = "what takes more than tokens runs in Python: capture(model, inputs=[{...}], out=...)"
         if "dtype" in str(error) or "scalar type" in str(error):
             hint = "the model's own code mixes dtypes: --dtype float32"
         if limit is not None and 0 <= limit < length + count:  # XLNet has -1: no limit

@@ -449,7 +449,7 @@ def note_changes(module: torch.nn.Module, notes: Mapping[str, DerivedNote], samp
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in module.named_modules():
-        stored = part._buffers.keys() - part._non_persistent_buffers_set
+        stored = set(part._buffers.keys()) - part._non_persistent_buffers_set
         for name, tensor in (*part._buffers.items(), *vars(part).items()):
             # of a DTensor each rank has a piece
             if type(tensor) is torch.Tensor and name not in stored and not tensor.is_meta:

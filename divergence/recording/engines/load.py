@@ -368,14 +368,14 @@ def _load_config(loading: Loading) -> PretrainedConfig:
 
 
 def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
-    """``auto`` → from ``is_encoder_decoder`` and the architectures' names."""
+    """``auto`` → from the architectures' names and ``is_encoder_decoder``."""
     if task not in TASKS:
         raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
     if task != "auto":
         return cast(Task, task)  # one of them
-    if getattr(config, "is_encoder_decoder", False):
-        return "encoder-decoder"
     names = config.architectures or []
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder" if _HEAD.search("".join(names[:1])) else "encoder-decoder"
     causal = re.compile("CausalLM|LMHead|ForConditionalGeneration$|GenerationDecoder$")
     if any(causal.search(name) for name in names):
         return "causal-lm"
@@ -402,7 +402,9 @@ def load_tokenizer(
             local_files_only=local,
             **file,
         )
-    except Exception:  # any tokenizer library's own error; reported when text needs it
+    except BaseException as error:  # any library's own error; reported when text needs it
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # a panic of tokenizers, whose rules are in Rust, is no Exception
         return None
 
 
@@ -433,8 +435,9 @@ def load_processor(loaded: LoadedModel) -> Any:
 def import_classes(source: str) -> None:
     """Imports what loading the model will take: its classes, which its config names."""
     config = _load_config(_settled_source(Loading(source)))
-    factory = _factory(config, resolve_task(config))
-    factory._model_mapping[type(config)]  # imports the file of the class
+    factory = _class_of(config, resolve_task(config))
+    if hasattr(factory, "_model_mapping"):
+        factory._model_mapping[type(config)]  # imports the file of the class
 
 
 def load_model(loading: Loading) -> LoadedModel:
@@ -476,7 +479,7 @@ def load_model(loading: Loading) -> LoadedModel:
         options["distributed_config"] = division
     quantization = getattr(config, "quantization_config", None)
     task = resolve_task(config, loading.task)
-    factory = _factory(config, task)
+    factory = _class_of(config, task)
     try:
         with _no_bars():
             place, file = _load_parts(loading.source)
@@ -519,7 +522,7 @@ def empty_model(loading: Loading) -> LoadedModel:
     loading = _settled_source(loading)
     config = _load_config(loading)
     task = resolve_task(config, loading.task)
-    factory = _factory(config, task)
+    factory = _class_of(config, task)
     options: dict[str, Any] = {}
     own_dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if loading.dtype is not None:
@@ -528,12 +531,12 @@ def empty_model(loading: Loading) -> LoadedModel:
         options["dtype"] = format_named(str(own_dtype)).torch_dtype
     try:
         with torch.device("meta"):
-            module = factory.from_config(
-                config,
-                attn_implementation=loading.attn_implementation,
-                trust_remote_code=loading.trust_remote_code,
-                **options,
-            )
+            options["attn_implementation"] = loading.attn_implementation
+            if not hasattr(factory, "from_config"):  # no auto class
+                module = factory._from_config(config, **options)
+            else:
+                trusted = loading.trust_remote_code
+                module = factory.from_config(config, trust_remote_code=trusted, **options)
     except (Exception, SystemExit) as error:  # as in load_model
         raise _attention_error(loading, error) or _model_error(loading, error) from error
     return _loaded(loading, task, module, torch.device("meta"))
@@ -561,6 +564,24 @@ _WITH_TEXT = {
     "MULTIMODAL_LM": "AutoModelForMultimodalLM",
 }
 """transformers' mapping of models that read text and something else → its auto class."""
+
+
+_HEAD = re.compile("For(SequenceClassification|TokenClassification|QuestionAnswering)$")
+"""Classes that need no decoder's tokens beside the text's."""
+
+
+def _class_of(config: PretrainedConfig, task: Task) -> Any:
+    """Return the class whose weights the checkpoint holds, where the auto class of its task would
+    take another (and leave its head out, or draw weights at random); else that auto class."""
+    import transformers as hf
+
+    factory = _factory(config, task)
+    own = getattr(hf, (config.architectures or [""])[0], None)
+    fits = isinstance(own, type) and getattr(own, "config_class", None) is type(config)
+    if task != resolve_task(config) or not fits or getattr(config, "auto_map", None):
+        return factory
+    usual = factory._model_mapping.get(type(config), None)
+    return factory if own in (usual if isinstance(usual, tuple) else (usual,)) else own
 
 
 def _factory(config: PretrainedConfig, task: Task) -> Any:

@@ -70,7 +70,6 @@ class Media:
             raise _unread(self._loaded, text_alone[0])
         asked = {
             "--train": request.stepping,
-            "--mesh": request.mesh,
             "--prefill-chunk": request.prefill_chunk,
             "--pad-left": request.pad_left,
             "--pad-right": request.pad_right,
@@ -112,11 +111,21 @@ class Media:
         self._tensors[number], self._lengths[number] = tensors, num_tokens
 
     def write(self, writer: RunWriter) -> None:
-        """Keeps them in the run, before the first forward."""
+        """Keeps them in the run, before the first forward; each rank has all of them."""
+        mesh = writer.manifest.mesh
+        placement: Any = None if mesh is None else ("replicate",) * len(mesh.axes)
         for number, tensors in self._tensors.items():
             for order, (name, tensor) in enumerate(tensors.items()):
                 item, site = CapturedTensor(tensor.contiguous()), join_site(ROOT, f"in.{name}")
-                writer.put(item, pass_=INPUTS, sample=number, step=0, site=site, order=order)
+                writer.put(
+                    item,
+                    pass_=INPUTS,
+                    sample=number,
+                    step=0,
+                    site=site,
+                    order=order,
+                    placement=placement,
+                )
 
     def fed(self, number: int, num_tokens: int) -> dict[str, Any]:
         """Return the argument of ``run_group`` that holds what the model is called with beside
@@ -173,6 +182,7 @@ class Media:
             raise PromptError(
                 f"prompt {number}: {type(processor).__name__} failed: {first_line(error, most=300)}"
             ) from error
+        output.pop("labels", None)  # PaliGemma's: a loss would stand before the logits
         loose = [name for name, value in output.items() if not isinstance(value, torch.Tensor)]
         if loose:
             raise PromptError(
@@ -293,7 +303,7 @@ def _unread(loaded: LoadedModel, number: int) -> ModelError:
         "in Python: capture(model, inputs=[dict(processor(...))], out=...) runs any module on what "
         "its processor makes, and compare takes such runs"
     )
-    if loaded.task == "encoder-decoder" and main in _NO_TEXT:
+    if loaded.task != "encoder" and main in _NO_TEXT:
         what = "images" if main == "pixel_values" else "audio"
         hint = f'name the file: --prompts FILE.jsonl with {{"{what}": ["..."]}}; {hint}'
     if main in _NO_TEXT:

@@ -52,7 +52,7 @@ from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 from divergence.words import count, grouped, list_names, shape_text, shortened, size
 
-_OF_MODEL = ("  class", "  attention")
+_OF_MODEL = ("  class", "  attention", "  as found")
 """Facts of a model that -v shows."""
 MAX_CODE = 12
 
@@ -111,7 +111,8 @@ def run_document(
         sections.append(_prompts(manifest))
     sections.append(_records(records))
     # the detail of each stands in a line; what runs otherwise than expected is shown at once
-    top += [named(item.title, item.detail) for item in sections if item.detail]
+    details = {item.title: item.detail for item in sections if item.detail}
+    top += [named(*item) for item in details.items() if verbose or item[0] != "arithmetic"]
     if plan.truth is not None:
         top.append(named(truth_name(plan.truth), truth_text(plan.truth, manifest)))
     if config := manifest.model.config:
@@ -251,10 +252,12 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
         facts.append(("  attention", model.attn_implementation))
     if manifest.engine is not None:
         engine = manifest.engine
-        given = [f"{key}={value}" for key, value in engine.options.items() if value is not None]
-        more = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
-        text = ", ".join([engine.name, engine.version, *given]) + (f"; {more}" if more else "")
-        facts.append(("  engine", text))
+        options = engine.options.items()
+        given = [f"{key}={value}" for key, value in options if value not in (None, "")]
+        facts.append(("  engine", ", ".join([engine.name, engine.version, *given])))
+        if engine.facts:
+            switches = (f"{key} {value}" for key, value in engine.facts.items())
+            facts.append(("  as found", ", ".join(switches)))
     return facts + [("  code", text) for text in code_texts(manifest)]
 
 

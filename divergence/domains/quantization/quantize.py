@@ -765,7 +765,7 @@ def quantize(
             predicted=predicted,
             policy=policy,
             facts=notes,
-            next=_next(named, out, again, each=each, target=target),
+            next=_next(named, out, again, cost, each=each, target=target),
         )
         return worded(result)
 
@@ -899,8 +899,18 @@ def _joined(patterns: Sequence[str]) -> str:
     return ",".join(sorted(patterns, key=lambda pattern: pattern.startswith(("re:", "!re:"))))
 
 
+_TARGET = 0.01
+"""Nats of KL a token that are offered as what quantisation may cost."""
+
+
 def _next(
-    base: str, out: str | Path | None, again: dict[str, Any], *, each: bool, target: float | None
+    base: str,
+    out: str | Path | None,
+    again: dict[str, Any],
+    cost: Cost | None,
+    *,
+    each: bool,
+    target: float | None,
 ) -> list[str]:
     commands = []
     if out is not None:
@@ -915,7 +925,9 @@ def _next(
     if not (each or target):
         note = fact("quantization.which_matrices")
         commands.append(command_line("quantize", base, **again, each=True, note=note))
-    if target is None:
+    if target is None and (cost is None or cost.kl_mean > _TARGET):  # else all may be quantised
         note = fact("quantization.what_to_keep")
-        commands.append(command_line("quantize", base, **again, target="0.01", o="Q", note=note))
+        commands.append(
+            command_line("quantize", base, **again, target=f"{_TARGET:g}", o="Q", note=note)
+        )
     return commands

@@ -118,6 +118,7 @@ def test_commands_name_no_folder_that_is_gone(folder):
     found = quantize(folder, prompts=["one two"])
     assert found.run == str(folder)
     assert all(f"{folder} " in one and "--prompt 'one two'" in one for one in found.next)
+    assert any("--target" in one for one in found.next) == (found.cost.kl_mean > 0.01)
 
 
 def test_another_model_is_told(plain, tiny_model):

@@ -5,6 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_BESIDE = (
+    "{like:none=; in the other blocks {control:.2f} ×|blocks=; in the blocks {control:.2f} ×|"
+    "*=, like {like} of its kind}"
+)
+"""What a number is held against."""
+
 SENTENCES: Mapping[str, str] = {
     # preflight: what is known of a setting that differs
     # how a setting of one side is shown
@@ -431,7 +437,10 @@ SENTENCES: Mapping[str, str] = {
         "; the models hold other numbers {alike:yes=in all such blocks|*=there} "
         "({numbers:names 2 ; })"
     ),
-    "family_off": "[[{num} of {total} {name} differ]]{num:none=every {name} differs|*=}",
+    "family_off": (
+        "{num:none=every|*={num} of {total}} {name}{before:yes=, or what lies between the block's "
+        "input and it,|*=} {num:none=differs|*=differ}"
+    ),
     "rows_off": "{num} of {total} {what} differ",
     "rows": (
         "{what:gradients=parameters' gradients|values=parameters' new values|"
@@ -502,26 +511,25 @@ SENTENCES: Mapping[str, str] = {
     "typical_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × "
         "{other:letter}'s{in_units:yes= (each channel in its own unit)|no=}[[ ({own:.1e} / "
-        "{other_error:.1e})]]{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of "
-        "its kind} (limit {limit:.1f} ×)[[; {estimated:letter}'s error is estimated]]"
+        "{other_error:.1e})]]"
+        + _BESIDE
+        + " (limit {limit:.1f} ×)[[; {estimated:letter}'s error is estimated]]"
     ),
     "forward_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
         "{in_units:yes=(each channel in its own unit) |no=}{step:none=in the {forward}|*=at step "
-        "{step}}, prompt {sample}{like:none=; in the other blocks {control:.2f} ×|*=, like "
-        "{like} of its kind} (limit {limit:.1f} ×[[, of {num_looks} forwards]])"
+        "{step}}, prompt {sample}" + _BESIDE + " (limit {limit:.1f} ×[[, of {num_looks} forwards]])"
     ),
     "token_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s "
         "{in_units:yes=(each channel in its own unit) |no=}at "
         "{sink:yes=a sink token|no=one token} {step:none=in the {forward}|*=at step {step}}"
-        "{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of its kind} (limit "
-        "{limit:.1f} ×)"
+        + _BESIDE
+        + " (limit {limit:.1f} ×)"
     ),
     "channel_off": (
         "{site} ({phase}): {side:letter}'s error is {value:figure} × {other:letter}'s in "
-        "channel {channel}{like:none=; in the other blocks {control:.2f} ×|*=, like {like} of its "
-        "kind} (limit {limit:.1f} ×)"
+        "channel {channel}" + _BESIDE + " (limit {limit:.1f} ×)"
     ),
     "gain_off": (
         "{site} ({phase}): the {what} is scaled by {factor:factor} in {side:letter}[[ in prompt "
@@ -533,7 +541,10 @@ SENTENCES: Mapping[str, str] = {
         "({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
     ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
-    "in_tail": ("other tokens lead up to it by steps of 2 × and less, as where attention is sharp"),
+    "in_tail": (
+        "{token:yes=other tokens lead up to it by steps of 2 × and less, as where attention is "
+        "sharp|no=the other blocks are off by more than rounding, too}"
+    ),
     "not_clear": "{margin:.2f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (
@@ -578,9 +589,9 @@ SENTENCES: Mapping[str, str] = {
         "process runs}"
     ),
     "side_farther": (
-        "in all blocks ({phase}) {side:letter} is {times:.1f} × as far from the truth as "
-        "{other:letter}: within the limit, but more than other kernels usually make; look at "
-        "{place} first"
+        "in {num} of {total} blocks ({phase}) {side:letter} is farther from the truth than "
+        "{other:letter}, by the median {times:.1f} ×: within the limit, but more than other "
+        "kernels usually make; look at {place} first"
     ),
     "stands_out": (
         "{site} ({phase}) differs {times:.1f} × more than others of its kind (rel L2 "

@@ -299,13 +299,20 @@ def _claims(measured: Measured, judged: Judgement) -> list[Finding]:
         rerouted=lambda *place: measured.experts and free_routes_differ(runs, *place),
     )
     at_ends = bool(drifts) or (measured.tokens is not None and measured.tokens.is_far)
-    only_rounds = _only_rounds(measured) if at_ends and measured.anchored else {}
+    free: list[JudgedUnit] = []
+    if at_ends and measured.anchored:
+        units = build_units(measured.sites, "free")
+        free = judge_units(units, routed=measured.routed, thresholds=measured.thresholds)
+    only_rounds = _only_rounds(measured, free) if free else {}
     findings = [within_rounding(measured, judged, standouts, only_rounds)]
+    begins = _begins(measured, free) if drifts and free else []
+    parted = [fact("blocks.begins", site=s.site, sample=s.sample, step=s.step) for s in begins]
     findings += [
         Finding(
             claim="drift",
             kind="drift",
-            headline=[drift.headline],
+            headline=[drift.headline, *parted],
+            onset=next(map(onset_at, begins), None),
             rests_on=[check("anchored", False, fact("blocks.seen_in_free_run"))],
             step=drift.step,
             accumulated_at=drift.places if drift.accumulated else [],
@@ -347,16 +354,15 @@ def _equal(measured: Measured, shared: Sequence[JudgedUnit], num_compared: int) 
     )
 
 
-def _only_rounds(measured: Measured) -> dict[int, int]:
+def _only_rounds(measured: Measured, free: Sequence[JudgedUnit]) -> dict[int, int]:
     """Counts, by sample, how many forwards from the first on only round; the anchored pass is known
     to.
 
     In such a forward every block and trunk module was measured in the anchored pass, and none is
     beyond its limit in the free pass, where a single token may use up to ``free_gain`` times its
     limit. Samples whose anchored pass is equal bit for bit are left out."""
-    free = build_units(measured.sites, "free")
     off: set[PromptStep] = set()
-    for unit in judge_units(free, routed=measured.routed, thresholds=measured.thresholds):
+    for unit in free:
         single = unit.why == "token" and unit.limit_usage <= measured.thresholds.free_gain
         if unit.why is not None and not single:
             off |= places_of(unit)
@@ -381,6 +387,23 @@ def _only_rounds(measured: Measured) -> dict[int, int]:
         count = next(step for step in range(len(sound) + 1) if step not in sound)
         steps |= dict.fromkeys(members, count)
     return steps
+
+
+def _begins(measured: Measured, free: Sequence[JudgedUnit]) -> list[SiteResult]:
+    """Finds where the free runs part by more than the anchored pass shows: the first place that
+    differs, if it is equal there; else the first that is beyond its limit."""
+
+    def at(s: SiteResult) -> tuple[int, int, str]:
+        return s.sample, s.step, s.site
+
+    equal = {at(s) for s in measured.sites if s.identical and s.pass_ == "anchored"}
+    apart = (
+        s for s in measured.sites if s.pass_ == "free" and ":out" in s.site and not s.identical
+    )
+    first = sorted(apart, key=order_of)[:1]
+    if equal & set(map(at, first)):
+        return first
+    return sorted((u.first for u in free if u.why is not None), key=order_of)[:1]
 
 
 def _weights_evidence(measured: Measured) -> list[Fact]:
@@ -668,7 +691,7 @@ def within_rounding(
         nearest = standouts[0].unit
         outlier = fact("blocks.differs_more", place=nearest.block or nearest.site)
     for each in [each for each in standouts if each.side is not None][:1]:
-        outlier = fact("blocks.farther_everywhere", side=each.side)
+        outlier = fact("blocks.farther_everywhere", side=each.side, num=each.num, total=each.total)
         other = other_side(each.side)
         where = [fact("blocks.coarser", side=each.side, other=other, times=each.times)]
     if named and named >= differing.keys():
@@ -738,34 +761,24 @@ def within_rounding(
 @dataclass(frozen=True, slots=True)
 class StandOut:
     """A block that stands out. ``times``: the typical token's error over its siblings'; where all
-    of a kind do, ``side``'s error over the other side's. ``unit``: the first of them then."""
+    of a kind do, ``side``'s error over the other side's, by their median. ``unit``: the first of
+    them then; ``num`` of ``total`` are clearly farther by that side."""
 
     unit: JudgedUnit
     times: float
     side: Side | None = None
+    num: int = 1
+    total: int = 1
 
     @property
     def fact(self) -> Fact:
         unit, block = self.unit, self.unit.block
+        values: dict[str, Any] = {"phase": unit.phase, "times": self.times}
         if self.side is not None:
-            return fact(
-                "side_farther",
-                standout=block,
-                phase=unit.phase,
-                side=self.side,
-                other=other_side(self.side),
-                times=self.times,
-                place=block,
-            )
+            values |= {"side": self.side, "other": other_side(self.side), "place": block}
+            return fact("side_farther", standout=block, num=self.num, total=self.total, **values)
         rel_l2 = max(result.rel_l2 or 0.0 for result in unit.results)
-        return fact(
-            "stands_out",
-            standout=block,
-            site=unit.site,
-            phase=unit.phase,
-            times=self.times,
-            rel_l2=rel_l2,
-        )
+        return fact("stands_out", standout=block, site=unit.site, rel_l2=rel_l2, **values)
 
 
 def find_standouts(
@@ -789,10 +802,10 @@ def find_standouts(
             farther = farther_side(family, thresholds.truth_standout)
         if farther is not None:
             side, times = farther
-            first = min(family, key=lambda unit: order_of(unit.first))
-            standouts.append(StandOut(first, times, side))
+            far = math.log(thresholds.truth_standout)
+            off = [unit for unit in family if unit.farther(side) > far] or family
+            first = min(off, key=lambda unit: order_of(unit.first))
+            standouts.append(StandOut(first, times, side, len(off), len(family)))
     standouts.sort(key=lambda standout: order_of(standout.unit.first))
-    named: dict[str | None, StandOut] = {}
-    for standout in standouts:
-        named.setdefault(standout.unit.block, standout)
-    return list(named.values())
+    blocks = [standout.unit.block for standout in standouts]
+    return [each for n, each in enumerate(standouts) if each.unit.block not in blocks[:n]]

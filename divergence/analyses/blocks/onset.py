@@ -104,7 +104,11 @@ def made_at(
         # rounding, or a fault
         if all(unit.in_tail and unit.margin <= CLEAR_TIMES for unit in flagged):
             kind = "undetermined"
-            headline = [fact("blocks.end_of_tail", site=first.first.site, ratio=first.worst)]
+            ratio, control = (
+                (first.worst, None) if first.of_token else (first.typical, first.control)
+            )
+            at = first.first.site
+            headline = [fact("blocks.end_of_tail", site=at, ratio=ratio, control=control)]
             commands = [*(measured.advice.judged() or measured.advice.truth()), *commands]
     else:
         kind = "systematic"
@@ -113,7 +117,13 @@ def made_at(
         # who is off: every member, or some; of parameters those of other families, too
         count, member = max(len(alike), len(family.members)), family.members[0]
         num = None if count >= family.num_all else count
-        off = fact("family_off", name=family.name, num=num, total=family.num_all)
+        off = fact(
+            "family_off",
+            name=family.name,
+            num=num,
+            total=family.num_all,
+            before=made_before(measured, first),
+        )
         cause = fact("cause_of_kind", decode=_passes_prefill(member, units))
         beyond = {id(unit) for unit in flagged}
         shared = together(
@@ -585,7 +595,7 @@ def checks_of(
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
     if unit.in_tail:
-        checks.append(check("apart", False, fact("in_tail")))
+        checks.append(check("apart", False, fact("in_tail", token=unit.of_token)))
     among_siblings = unit.blame is not None and unit.blame.like is None
     if sided and among_siblings and unit.standing is not None:
         finer = fact("other_may_be_finer", other=other_side(unit.side))

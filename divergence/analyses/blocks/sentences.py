@@ -63,10 +63,12 @@ SENTENCES: Mapping[str, str] = {
         "no place is judged: blocks choose experts, and a tie that goes the other way moves "
         "statistics too"
     ),
-    # a token that may be off, or not
+    # what may be off, or not
     "end_of_tail": (
-        "one token's error at {site} is {ratio:.0f} × what rounding makes, and others lead up to "
-        "it: sharp attention does that, and so does a small fault; a truth tells them apart"
+        "{control:none=one token's error at {site} is {ratio:.0f} × what rounding makes, and "
+        "others lead up to it: sharp attention does that, and so does a small fault|*=the error at "
+        "{site} is {ratio:.1f} × what rounding makes, and in the other blocks {control:.1f} ×: it "
+        "is wrong alone, or all are}; a truth tells them apart"
     ),
     # nan and inf
     "num_nonfinite": "{num:none=some|*={num}} {what}",
@@ -128,7 +130,7 @@ SENTENCES: Mapping[str, str] = {
         "; {side:letter}'s arithmetic is {times:.1f} × as coarse as {other:letter}'s, by the "
         "median of the blocks"
     ),
-    "farther_everywhere": "{side:letter} is farther from the truth in all blocks",
+    "farther_everywhere": "{side:letter} is farther from the truth in {num} of {total} blocks",
     "too_few": (
         "the truth names no side: too few numbers hold the errors at {site}, as beside a massive "
         "activation"
@@ -201,6 +203,10 @@ SENTENCES: Mapping[str, str] = {
     "grows_to": (
         "no single block is beyond its limit, but the error grows to {rel_l2:.1e} at {site}, "
         "{ratio:figure} × what the blocks{behind:yes= and what follows them|no=} make together"
+    ),
+    "begins": (
+        "; the free runs part at {site}, prompt {sample}, step {step}, which passes where it is "
+        "given equal inputs"
     ),
     "grows_behind": (
         "no single block is beyond its limit, but the error grows at {site}, behind the blocks, by "

@@ -350,8 +350,9 @@ class Blame:
     control: float
     limit: float
     at: SiteResult
-    like: Literal["others", "all"] | None = None
-    """Whom of its kind it is held against, where that is not the other blocks."""
+    like: Literal["others", "all", "blocks"] | None = None
+    """Whom of its kind it is held against, where that is not the other blocks; ``blocks``: of what
+    has no siblings."""
     place: PromptStep | None = None
     scaled: Literal["output", "update"] | None = None
     """Of a gain: what is scaled, by ``factor``."""
@@ -479,8 +480,14 @@ class JudgedUnit(Unit):
 
     @property
     def in_tail(self) -> bool:
-        """Is a single token off, by the difference alone, and no farther than others lead to?"""
-        return self.blame is None and self.why == "token" and self.worst <= CLEAR_TIMES * self.tail
+        """Is it off by the difference alone, and no farther than others lead to: a single token
+        beside its site's, a site beside siblings that rounding does not explain either?"""
+        if self.blame is not None or self.why not in ("token", "typical"):
+            return False
+        if self.why == "token":
+            return self.worst <= CLEAR_TIMES * self.tail
+        control = self.control or 0.0
+        return control > THRESHOLDS.truth_standout and self.typical <= CLEAR_TIMES**2 * control
 
     def farther(self, side: SideOrBoth | None, place: PromptStep | None = None) -> float:
         """log W of the median rows, in one forward or in all, of a side (the reference's, or else
@@ -950,7 +957,8 @@ class FamilyMember:
             return Blame("candidate", why, 1.0, 1.0, limit, at, place=place)
         sign = 1 if x > 0 else -1
         value, usual = math.exp(min(sign * x, 700.0)), math.exp(sign * control)
-        return Blame(SIDES[x > 0], why, value, usual, limit, at, place=place)
+        like: Literal["blocks"] | None = "blocks" if len(self.family.stats) == 1 else None
+        return Blame(SIDES[x > 0], why, value, usual, limit, at, like, place)
 
     def forwards(self) -> dict[PromptStep, Blame]:
         """Answers of each forward; nothing where there is but one."""

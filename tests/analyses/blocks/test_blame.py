@@ -309,3 +309,12 @@ def test_rows_that_are_hard_on_both_sides_blame_nobody(blamed):
     alone.sides[1][:, 0] += 17 * FLOOR * direction
     side, text = blamed(alone, healthy())
     assert side == "candidate" and "token" in text
+
+
+def test_what_has_no_siblings_is_not_said_to_be_a_block(report_of):
+    """It is held against the blocks."""
+    bad = Block(1)
+    bad.sides[1] = bad.truth + 12 * (bad.sides[1] - bad.truth)
+    verdict = report_of(healthy(), alone=bad).verdict
+    assert verdict.onset.site == "embed:out"
+    assert "; in the blocks 1.02 × (limit" in verdict.evidence[0].text

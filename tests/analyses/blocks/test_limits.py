@@ -343,6 +343,35 @@ def test_a_whole_kind_is_beyond_its_limit_by_as_much_as_its_least(judged):
     assert "5 of 5 Block are beyond their limit, the least by 2.0 ×" in texts
 
 
+@pytest.mark.parametrize(("others", "kind"), [(1.2, "localized"), (1.4, "undetermined")])
+def test_a_block_beside_others_that_are_off_is_no_answer(judged, others, kind):
+    """The first block adds the most to a small stream: what all do wrong is seen there first."""
+    verdict = judged(blocks(4.8, *[others] * 5, rows=64, features=512)).verdict
+    assert (verdict.kind, verdict.onset.site) == (kind, "h.0:out")
+    if kind == "undetermined":
+        assert "is wrong alone, or all are; a truth tells them apart" in verdict.summary
+        assert "truth" in verdict.next[0]
+
+
+def test_what_lies_before_the_first_place_of_a_kind_may_be_what_is_off(judged):
+    """Nothing is known of what enters it, unless that was recorded."""
+    routers = [
+        measured(
+            f"h.{n}.gate:out", 40.0, order=2 * n + 1, role="inner", kind="Router", block=f"h.{n}"
+        )
+        for n in range(5)
+    ]
+    entering = [
+        msgspec.structs.replace(
+            r, site=r.site[:-3] + "in", order=r.order - 1, ratio=0.5, ratio_max=0.5
+        )
+        for r in routers
+    ]
+    words = "every gate (Router), or what lies between the block's input and it, differs"
+    assert words in judged(routers).verdict.summary
+    assert "every gate (Router) differs" in judged([*entering, *routers]).verdict.summary
+
+
 def test_estimates_of_prefill_and_decode_steps_are_told_apart(judged):
     """A decode step has one row, and is known worse: the prefill's figure is its own."""
     sites = []

@@ -130,7 +130,7 @@ def test_what_a_trusted_run_widened_is_said_with_numbers(pair):
 def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     """A kernel that is wrong everywhere has no healthy siblings: no side is called right."""
     root, a, b = pair
-    plants = [f"model.layers.{n}:out=noise:0.0024" for n in range(6)]
+    plants = [f"model.layers.{n}:out=noise:0.0024" for n in range(5)]
     bad = capture(like=a, out=root / "everywhere", device="cpu", plants=plants)
     truth = make_truth(a, out=root / "truth")
     report = compare(a, bad, truth=truth)
@@ -138,7 +138,7 @@ def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     assert verdict.kind in ("within_floor", "drift"), verdict  # what the blocks add up to shows too
     assert verdict.side != "neither"
     told = next(one for one in verdict.evidence if one.block is not None)
-    assert "in all blocks" in told.text and "B is" in told.text
+    assert "in 5 of 6 blocks" in told.text and "B is" in told.text
     assert 2.2 < told.values["times"] < 4
     assert verdict.confidence != "high"
     assert told.block == "model.layers.0"

@@ -430,6 +430,9 @@ def test_what_one_late_step_does_in_the_free_run_alone(run, changed):
     assert not result.passed
     assert verdict.kind == "drift"
     assert any("prompt 1, step 2" in fact.text for fact in verdict.evidence)
+    onset = verdict.onset  # all before it is equal, and so is it where it is given equal inputs
+    assert (onset.site, onset.sample, onset.step) == ("model.layers.1:out", 1, 2)
+    assert "the free runs part at model.layers.1:out, prompt 1, step 2" in verdict.summary
 
 
 @pytest.fixture

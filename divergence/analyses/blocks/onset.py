@@ -170,7 +170,9 @@ def made_at(
         place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
-        rests_on=checks_of(first, units, of_a_module=measured.reference.manifest.is_of_a_module),
+        rests_on=checks_of(
+            first, units, family, of_a_module=measured.reference.manifest.is_of_a_module
+        ),
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
@@ -239,7 +241,7 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
         onset=onset_at(first.first),
         place=order_of(first.first),
         equal_inputs=True,
-        rests_on=checks_of(first, escalation.units),
+        rests_on=checks_of(first, escalation.units, family),
         side=side,
         evidence=[unit_evidence(first), fact("escalated_is_formula"), *_others(flagged, first)],
         commands=next_commands(measured, first, escalation),
@@ -578,7 +580,11 @@ def _blame_evidence(unit: JudgedUnit, blame: Blame) -> Fact:
 
 
 def checks_of(
-    unit: JudgedUnit, units: Sequence[JudgedUnit], *, of_a_module: bool = False
+    unit: JudgedUnit,
+    units: Sequence[JudgedUnit],
+    family: Family | None = None,
+    *,
+    of_a_module: bool = False,
 ) -> list[Check]:
     """Equal inputs, and an error clearly over its limit: twice as large, or one that the truth
     blames a side for, where the others of its kind differ in nothing."""
@@ -594,7 +600,7 @@ def checks_of(
         check("anchored", unit.pass_ != "free", fact("no_anchored_pass", of_a_module=of_a_module)),
         check("clear", clear, fact("not_clear", margin=unit.margin)),
     ]
-    if unit.in_tail:
+    if unit.in_tail and (family is None or unit.of_token):
         checks.append(check("apart", False, fact("in_tail", token=unit.of_token)))
     among_siblings = unit.blame is not None and unit.blame.like is None
     if sided and among_siblings and unit.standing is not None:

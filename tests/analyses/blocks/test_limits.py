@@ -339,7 +339,9 @@ def test_one_step_of_routed_blocks_is_no_fault(flagged):
 def test_a_whole_kind_is_beyond_its_limit_by_as_much_as_its_least(judged):
     """Where all blocks are off, the evidence says by how much the least of them is."""
     sites = blocks(*(12.0 + 6 * number for number in range(5)), ratio_max=None)
-    texts = [item.text for item in judged(sites).verdict.evidence]
+    verdict = judged(sites).verdict
+    assert (verdict.kind, verdict.confidence) == ("systematic", "medium")  # twice its limit
+    texts = [item.text for item in verdict.evidence]
     assert "5 of 5 Block are beyond their limit, the least by 2.0 ×" in texts
 
 

@@ -42,6 +42,8 @@ _OTHER = 0.02
 FEW, MOST = 0.05, 0.5
 """Share of all up to which some are few, and the others nearly all; and from which on something is
 most of it: no top-p in use, for one, leaves out most of the probability."""
+_SCALES = 0.2, 5.0
+"""1 / T of temperatures in use."""
 _BOUNDED = 4.0
 """Times the median: no renormalised token is farther off, and other weights leave a longer tail."""
 _MOST_LISTS, _MOST_PROMPTS, _MOST_PLACES = 256, 1024, 128
@@ -160,7 +162,9 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
         listed = {n: lists[wide].log for n, lists in tokens.lists.items()}
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
         listed = {
-            n: log for n, log in listed.items() if len(log) > 1 and np.exp(log).sum() > 1 - _TAIL
+            n: log
+            for n, log in listed.items()
+            if len(log) > 1 and abs(np.exp(log).sum() - 1) < _TAIL
         }
         at = np.array(sorted(listed), np.int64)
         if len(at) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
@@ -246,7 +250,7 @@ def _scale_of(logs: Sequence[np.ndarray], source: np.ndarray, target: np.ndarray
         norms = [_normaliser(logs[n], scale) for n in some]
         return float(np.abs(target[some] - scale * source[some] + norms).mean())
 
-    scales = np.geomspace(0.2, 5.0, 17)
+    scales = np.geomspace(*_SCALES, 17)
     while scales[-1] / scales[0] > 1 + 1e-6:
         nearest = min(max(int(np.argmin([*map(distance, scales)])), 1), len(scales) - 2)
         scales = np.geomspace(scales[nearest - 1], scales[nearest + 1], 6)
@@ -425,7 +429,7 @@ def _by_size(filled: Sequence[PromptPair]) -> Fact | None:
         return None
     x, y = np.concatenate([values_of(pair) for pair in filled], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
-    if slope <= 0 or abs(slope - 1) < _OTHER:
+    if abs(slope - 1) < _OTHER or not _SCALES[0] <= slope <= _SCALES[1]:
         return None
     bound = "most" if slope > 1 else "least"
     return fact("logprobs.goes_with_size", share=share, temperature=1 / slope, bound=bound)

@@ -105,6 +105,8 @@ def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Doc
             for place, task in enumerate(() if brief else tasks)
         ]
         notes = [*report.reference.notes, *candidate.side.notes, *candidate.notes]
+        alone = [task for task in tasks if task.test == "unpaired" and task.notes]
+        notes += [f"{name_of(task)}: {task.notes[0]}" for task in alone[: several and not verbose]]
         notes_shown = [named("note", note) for note in dict.fromkeys(notes)]
         if report.captured is not None and is_last:
             prompts = count(report.captured.num_prompts, "prompt")

@@ -236,6 +236,15 @@ def test_a_small_difference_that_goes_with_log_p_is_no_rounding(sides):
     assert sides(tokens, noisy(before, 1e-3), before).verdict.kind == "within_floor"
 
 
+def test_hardly_anything_of_log_p_is_no_temperature(sides):
+    """One that nobody sets: the likeliest token's number in the place of each, without lists."""
+    logits, tokens = model()
+    log_p = logits.log_softmax(-1)
+    verdict = sides(tokens, chosen(log_p, tokens), log_p.amax(-1)).verdict
+    assert verdict.kind == "systematic"
+    assert "as another temperature" not in verdict.summary
+
+
 def test_numbers_that_are_nearly_nothing_are_no_mean(sides):
     """A thousandth of what they are to be is explained by no length."""
     logits, tokens = model()

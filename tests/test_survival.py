@@ -106,6 +106,7 @@ def stopped_in_bucket(place: Path, model: Path, url: str, number: int) -> tuple[
     return stop(process, number)
 
 
+@pytest.mark.slow
 def test_a_killed_capture_is_readable(killed):
     """Everything before the last shard: opened, whole, and said to be incomplete."""
     run = Run.open(killed)
@@ -197,24 +198,28 @@ def test_compare_says_how_far_incomplete_runs_go(invoke, killed, interrupted):
     )
 
 
-def test_inspect_and_check_know_an_incomplete_run(invoke, killed):
+@pytest.mark.parametrize("stopped", [pytest.param("killed", marks=pytest.mark.slow), "interrupted"])
+def test_inspect_and_check_know_an_incomplete_run(invoke, stopped, request):
     """It is shown as such, and cannot become a golden."""
-    code, out, _ = invoke("inspect", killed, "--verify")
+    run = request.getfixturevalue(stopped)
+    run = run if stopped == "killed" else run[0]
+    code, out, _ = invoke("inspect", run, "--verify")
     assert code == 0
     assert out.startswith("INCOMPLETE")
-    assert "0 B in 0 shards" not in out  # as its manifest says, written before the first shard
-    code, _, err = invoke("check", "golden", killed, "--bless")
+    assert "0 B in 0 shards" not in out  # as a manifest says that was written before the first
+    code, _, err = invoke("check", "golden", run, "--bless")
     assert code == 2
     assert "incomplete" in err
 
 
-def test_an_incomplete_run_is_replaced_by_force_alone(place, llama, killed, invoke):
+def test_an_incomplete_run_is_replaced_by_force_alone(llama, interrupted, invoke):
     """It may be all that is left of a long night."""
-    before = sorted(path.name for path in (killed / "tensors").iterdir())
-    code, _, err = invoke("capture", llama, "-o", killed, "-q")
+    run = interrupted[0]
+    before = sorted(path.name for path in (run / "tensors").iterdir())
+    code, _, err = invoke("capture", llama, "-o", run, "-q")
     assert code == 2
     assert "exists already" in err
-    assert sorted(path.name for path in (killed / "tensors").iterdir()) == before
+    assert sorted(path.name for path in (run / "tensors").iterdir()) == before
 
 
 @pytest.mark.slow

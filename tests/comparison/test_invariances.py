@@ -108,6 +108,7 @@ def test_a_constant_of_each_row_of_scores_is_no_fault(tiny_model, tmp_path):
         tiny_model("llama"),
         out=tmp_path / "a",
         prompts=PROMPTS[:1],
+        max_new_tokens=2,
         dtype="float32",
         probe=False,
         attn_implementation="eager",

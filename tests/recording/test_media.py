@@ -409,7 +409,9 @@ def test_other_files_and_processors_are_said_before_any_number(model, tmp_path):
     shown = CliRunner().invoke(app, ["compare", str(a.path), str(nearest.path)]).stdout
     assert shown.startswith("STOPPED: pixel_values of prompt 0 differ: the same files, another")
     assert "image_processor.resample 3 / 0" in " ".join(shown.split())
-    text = capture(place, out=tmp_path / "d", prompts=["what is it"] * 2, probe=False)
+    text = capture(
+        place, out=tmp_path / "d", prompts=["what is it"] * 2, max_new_tokens=3, probe=False
+    )
     assert "other files: " in compare(a, text).verdict.summary
     # a processor that leaves room for other patches than the tower makes
     del settings["image_processor"]["resample"]

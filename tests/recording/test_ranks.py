@@ -84,7 +84,6 @@ def made(tmp_path_factory, tiny_model) -> Callable[[str], Run]:
         {
             "tp": {"model": model, "mesh": "tp", **COMMON},
             "tp-fault": {"mesh": "tp", "plants": [FAULT], **again, "max_new_tokens": 1},
-            "fsdp": {"model": model, "mesh": "fsdp", **COMMON},
         },
     )
 
@@ -107,6 +106,7 @@ def more(tmp_path_factory, tiny_model) -> Callable[[str], Run]:
         {
             "tp-like": {"mesh": "tp", **again},
             "tp-part": {"mesh": "tp", "plants": [PART], **again},
+            "fsdp": {"model": model, "mesh": "fsdp", **COMMON},
             "fsdp-same": {"model": model, "mesh": "fsdp", **COMMON, "prompts": PROMPTS[:1]},
             "dp": {"model": model, "mesh": "dp", **COMMON},
             "dp-same": {"mesh": "dp", "plants": [FAULT], **again_one},
@@ -204,10 +204,11 @@ def test_a_fault_in_one_share_is_named(more):
     assert verdict.summary.endswith("in the share of rank 1")
 
 
-def test_fsdp_deals_the_prompts(made):
+@pytest.mark.slow
+def test_fsdp_deals_the_prompts(more):
     """Weights in pieces, prompts divided: together the ranks hold what one process holds, but
     its truth, and why they hold none."""
-    one, two = made("one"), made("fsdp")
+    one, two = more("one"), more("fsdp")
     assert two.manifest.plan.truth.stopped_by.startswith("the work is divided between processes")
     assert not any(two.manifest.plan.truth.num_steps)
     report = compare(one, two)

@@ -103,7 +103,8 @@ def test_a_wrong_sign_in_the_backward_of_softmax(
     assert "aten._softmax_backward_data.default" in (tmp_path / "work/repro/report.md").read_text()
 
 
-@pytest.mark.parametrize("architecture", ["llama", *OTHERS[:1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_weights_gradient_that_is_summed_in_16_bits(architecture, wrong, pair, tmp_path):
     """Nothing that the block hands on is off, one product is."""
     module = {"llama": "model.layers.1.mlp.down_proj", "gpt2": "transformer.h.1.mlp.c_proj"}
@@ -140,6 +141,7 @@ def test_the_reference_may_be_wrong(wrong, pair, tmp_path):
     assert result.side == "reference"
 
 
+@pytest.mark.slow
 def test_a_hook_of_one_side_alone_is_what_feeds_it(wrong, pair, tmp_path):
     """The gradient by queries is scaled by code of B's, which no operator of A's is."""
 
@@ -187,14 +189,8 @@ def test_a_healthy_pair_has_no_wrong_operator(architecture, dtype, change, wrong
         assert max(one.limit_usage for one in backward) < 0.8
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"autocast": "bfloat16"},
-        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"autocast": "bfloat16"}, {"dtype": "bfloat16"}], ids=str)
 def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path, answer):
     """What differs by dtype alone is no operator's fault."""
     a, *_ = pair("llama", "float32")
@@ -211,6 +207,7 @@ def test_of_two_dtypes_no_operator_is_named(options, wrong, pair, tmp_path, answ
     assert report.verdict.onset is None or "/" not in report.verdict.onset.site
 
 
+@pytest.mark.slow
 def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
     """It is said where there is none to go into."""
     a, _, _ = pair("llama", "float32")
@@ -230,6 +227,7 @@ def test_the_optimizers_step_is_behind_all_operators(wrong, pair, tmp_path):
     assert result.levels[0].site.partition(":")[0].endswith("#optimizer")
 
 
+@pytest.mark.slow
 def test_each_side_keeps_its_own_settings(wrong, pair, tmp_path):
     """A side with gradient checkpointing is repeated with it; what adds up gradients is behind all
     operators."""

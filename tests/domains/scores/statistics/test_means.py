@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import statsmodels.api as sm
 from scipy import stats
 
 from divergence.domains.scores.statistics import (
@@ -30,6 +29,8 @@ def test_without_clusters_it_is_the_paired_t_test():
 
 def test_equal_clusters_are_statsmodels_cluster_robust_error():
     """With its correction G / (G - 1), which is what CR2 is for clusters of one size."""
+    import statsmodels.api as sm  # with pandas, which every collection would wait for
+
     generator = np.random.default_rng(1)
     clusters = np.repeat(np.arange(30), 6)
     values = generator.normal(size=180) + generator.normal(size=30)[clusters]

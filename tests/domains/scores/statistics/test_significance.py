@@ -7,8 +7,6 @@ import itertools
 import numpy as np
 import pytest
 from scipy import optimize, stats
-from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
-from statsmodels.stats.multitest import multipletests
 
 from divergence.domains.scores.statistics import (
     MOST_SIGNS,
@@ -24,6 +22,8 @@ from divergence.domains.scores.statistics import (
 @pytest.mark.parametrize(("lost", "gained"), [(7, 1), (0, 6), (30, 12), (5, 5), (0, 0), (150, 90)])
 def test_mcnemar(lost, gained):
     """The exact test of statsmodels; 1 where nothing flipped."""
+    from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
+
     table = [[100, lost], [gained, 50]]
     expected = statsmodels_mcnemar(table, exact=True).pvalue if lost + gained else 1.0
     assert mcnemar(lost, gained) == pytest.approx(min(1.0, expected))
@@ -109,6 +109,8 @@ def test_many_signs_are_drawn_and_then_t():
 @pytest.mark.parametrize("values", [[0.01, 0.04, 0.03, 0.005], [0.5], [], [1.0, 1.0, 0.02]])
 def test_holm(values):
     """statsmodels' adjusted values."""
+    from statsmodels.stats.multitest import multipletests
+
     expected = list(multipletests(values, method="holm")[1]) if values else []
     assert holm(values) == pytest.approx(expected)
 

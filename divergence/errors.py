@@ -192,4 +192,4 @@ def check_process(code: int, what: str) -> None:
 def first_line(error: BaseException, *, most: int = 200) -> str:
     """Say what another library raised, in one line of at most so many characters; its type's name
     where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:most]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]

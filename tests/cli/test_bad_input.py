@@ -670,3 +670,12 @@ def test_a_model_whose_code_mixes_dtypes(refused, tmp_path):
         said=("the forward pass failed", "mixes dtypes", "--dtype float32"),
         leaves=("x",),
     )
+
+
+def test_a_folder_of_another_library_says_what_takes_it(refused, tmp_path):
+    """Of diffusers a pipeline and one of its models; their files are whole."""
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (tmp_path / "unet" / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    refused("capture", tmp_path, "-o", "x", said=("a pipeline of diffusers", "record(module"))
+    refused("capture", tmp_path / "unet", "-o", "x", said=("a model of diffusers", "record(module"))

@@ -697,11 +697,21 @@ def _settled_source(loading: Loading) -> Loading:
             "Python divergence.record(model, out=...) of the model that PEFT made",
         )
     if not (path / "config.json").is_file():
+        pipeline = (path / "model_index.json").is_file()
         raise ModelError(
             f"no model in {path}: it has no config.json",
-            hint="give the directory that save_pretrained or `hf download` wrote",
+            hint=f"it is a pipeline of diffusers: {_IN_PYTHON}"
+            if pipeline
+            else "give the directory that save_pretrained or `hf download` wrote",
         )
     return loading
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.is_file() else ""
+
+
+_IN_PYTHON = "in Python load it, and record(module, out=...) while it runs"
 
 
 def _attention_error(loading: Loading, error: BaseException) -> UsageError | None:
@@ -759,6 +769,8 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
         hint = "its files are damaged, or for another version of transformers; download it again"
         if missing := re.search(r"have a file named (\S+?)\.?\s", text):
             hint = f"{missing[1]} is missing beside config.json: download all files of the model"
+        elif "model_type" in text and "_class_name" in _text(expanded(source) / "config.json"):
+            hint = f"it is a model of diffusers: {_IN_PYTHON}"
         elif isinstance(error, AttributeError | NotImplementedError):
             hint = (
                 "the model's own class fails on what this tool asks of it: in Python load it "

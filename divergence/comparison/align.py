@@ -608,8 +608,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
                 continue
             used.add(key)
             apart = why_no_pair(piece, partner)
-            if step > last_step.get(sample, step):
-                apart = fact("align.other_tokens_before")
+            if step > (last := last_step.get(sample, step)):
+                apart = fact("align.other_tokens_before" if last >= 0 else "align.other_weights")
             elif scales[0] != scales[1] and is_scaled_with_loss(site):
                 apart = fact("align.loss_scales", reference=scales[0], candidate=scales[1])
             if apart is not None:
@@ -742,9 +742,13 @@ def why_nothing(alignment: Alignment) -> Fact:
 
 
 def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
-    """Per sample, the last step at which both sides had been fed the same tokens."""
+    """Per sample, the last step at which both sides had been fed the same tokens; -1 where they ran
+    with weights that had become other ones."""
     last: dict[int, int] = {}
     for number, (ids_a, ids_b) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
+        if ids_a.weights != ids_b.weights:
+            last[number] = -1
+            continue
         tokens = zip(ids_a.generated_ids, ids_b.generated_ids, strict=False)
         different = next((index for index, (x, y) in enumerate(tokens) if x != y), None)
         if different is not None:

@@ -74,6 +74,7 @@ def preflight(
         *block_lines(a, b, names),
         _same("model class", ref.model_class, cand.model_class),
         config_line(a, b),
+        *_changed_weights(a, b),
         *derived_lines(a, b),
         *layout_lines(a, b),
         quantization_line(a, b),
@@ -936,6 +937,21 @@ def _weights_differ(
     if matching.prefixes or matching.mapped:
         return say("differs", "other_names", matching=matching.describe())
     return "differs", matching.describe()
+
+
+def _changed_weights(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """A line where a side's parameters changed between the steps that it recorded."""
+    steps = [
+        (x.weights, y.weights) for x, y in zip(a.tokens.samples, b.tokens.samples, strict=False)
+    ]
+    changed = [any(step[side] for step in steps) for side in (0, 1)]
+    if not any(changed):
+        return []
+    first = next((number for number, (x, y) in enumerate(steps) if x != y), None)
+    side = None if all(changed) else SIDES[changed[1]]
+    detail = None if first is None else fact("preflight.weights_changed", side=side, sample=first)
+    shown = [sentence(fact("preflight.weights_stayed", changed=each)) for each in changed]
+    return [_same("weights later", shown[0], shown[1], detail, same=first is None)]
 
 
 def _codes(model: ModelIdentity) -> str:

@@ -101,6 +101,11 @@ SENTENCES: Mapping[str, str] = {
         "{rounded:yes=the same but for rounding|no=something else}: {names:list}"
     ),
     # tensors that modules made
+    "preflight.weights_changed": (
+        "{side:none=changed on both sides|*=changed on {side:letter} alone}, not alike from step "
+        "{sample} on"
+    ),
+    "preflight.weights_stayed": "{changed:yes=changed between steps|no=as they were}",
     "preflight.derived": "{names:names}: {how}",
     "preflight.derived_changed": (
         "changed while running, {side:none=on both sides, at different prompts|*=on {side:letter}, "
@@ -267,6 +272,7 @@ SENTENCES: Mapping[str, str] = {
     "align.other_tokens_before": (
         "after the first different token the two sides were fed different tokens"
     ),
+    "align.other_weights": "the weights changed while the run was recorded, and not alike",
     "align.loss_scales": (
         "gradients of a loss times {reference:g} and times {candidate:g}; those that "
         "parameters get are compared"

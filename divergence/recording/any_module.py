@@ -41,7 +41,7 @@ from divergence.recording.engines.identity import (
 from divergence.recording.forwards import patched
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
-from divergence.recording.past import Past, chance_of
+from divergence.recording.past import Past, chance_of, stamp
 from divergence.recording.recorder import Hook, Recorder
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import CALL, describe_modules, unwrapped
@@ -102,6 +102,8 @@ class Recording:
         self._module, self._structure = module, structure
         self._recorders, self._manifest, self._like = recorders, manifest, like
         self._names, self._past = argument_names(structure), Past(structure)
+        own, parameters = manifest.model.digests, structure.named_parameters()
+        self._weights = {name: (_place(p), own.get(name, "")) for name, p in parameters}
         self._lock, self._guard = threading.RLock(), _OneThread()
         for recorder in recorders:
             recorder.hooks.insert(0, self._guard)
@@ -142,6 +144,7 @@ class Recording:
             sample = SampleTokens(prompt_ids=[], inputs=tensors, constants=constants)
         if self._like is not None:
             self._check_inputs(number, args, kwargs, sample)
+        sample.weights = self._changed_weights()
         tokens.samples.append(sample)
         tokens.groups.append([number])
         grad = self._module.training and torch.is_grad_enabled()
@@ -164,6 +167,16 @@ class Recording:
             finally:
                 _AGAIN.reset(before)
         return result
+
+    def _changed_weights(self) -> str | None:
+        """The digest of all parameters; None where they are still those that the run began with."""
+        for name, parameter in self._structure.named_parameters():
+            if (place := _place(parameter)) != self._weights.get(name, (None, ""))[0]:
+                self._weights[name] = place, digest_tensor(parameter)
+        now = [digest for _, digest in self._weights.values()]
+        own = self._manifest.model.digests
+        changed = any(own.get(name) != digest for name, (_, digest) in self._weights.items())
+        return digest_many((str(n), digest) for n, digest in enumerate(now)) if changed else None
 
     def _forward(
         self, recorder: Recorder, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,6 +259,12 @@ class Recording:
                 f"step {number}: {wrong[0]} is not what {like.path} was given",
                 hint="recording.repeat() makes each step with that run's inputs",
             )
+
+
+def _place(parameter: torch.nn.Parameter) -> Any:
+    """Two of a parameter are equal where nothing wrote to it in between, or loaded it anew."""
+    lies = type(parameter) is torch.nn.Parameter and not parameter.is_meta
+    return stamp(parameter), parameter.data_ptr() if lies else 0
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Past:
     def in_place(self) -> Iterator[None]:
         """Called behind the free forward: within the block modules have their twins' state."""
         for key, (value, mark, twin) in self._met.items():
-            now = _mark(value)
+            now = stamp(value)
             if key in self._known or now != mark:
                 self._known[key] = value, now, twin
         states = [(own, _state(own), twin) for own, twin in self._states]
@@ -78,7 +78,7 @@ class Past:
         """``given``: what is no container may be written to, too."""
         if isinstance(value, _PLAIN):
             return value
-        mark, last = _mark(value), self._known.get(id(value))
+        mark, last = stamp(value), self._known.get(id(value))
         if last is not None and last[1] == mark:
             twin = last[2]
         elif isinstance(value, torch.Tensor):
@@ -112,14 +112,14 @@ def _put(own: dict[str, Any], values: Mapping[str, Any]) -> None:
     own.update(values)
 
 
-def _mark(value: Any) -> Any:
+def stamp(value: Any) -> Any:
     """Two marks of a value are equal where nothing wrote to it in between."""
     if isinstance(value, torch.Tensor):
         return id(value), digest_tensor(value) if value.is_inference() else value._version
     if type(value) in (list, tuple):
-        return tuple(map(_mark, value))
+        return tuple(map(stamp, value))
     if type(value) is dict:
-        return tuple((name, _mark(item)) for name, item in value.items() if name not in _OF_TORCH)
+        return tuple((name, stamp(item)) for name, item in value.items() if name not in _OF_TORCH)
     length = getattr(value, "get_seq_length", None)
     if length is not None and not isinstance(value, torch.nn.Module):
         return id(value), length()

@@ -623,6 +623,9 @@ class SampleTokens(_Strict, kw_only=True):
     place."""
     media: list[MediaNote] = []
     """The pictures, then the sounds, in the prompt's order."""
+    weights: str | None = None
+    """Of a step of ``record``: the digest of the parameters that it ran with, where they were no
+    longer those that the run began with."""
 
     @property
     def used_labels(self) -> list[int]:

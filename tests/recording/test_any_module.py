@@ -552,3 +552,32 @@ def test_what_hides_its_modules_says_so(tmp_path):
     with record(module, out=tmp_path / "c") as recording:
         recording.step(x)
     assert "called by several threads at once" in said[0]
+
+
+def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):
+    """A loop that trains is equal where it is repeated with its optimizer; with another rate, or
+    without it, what follows the first step is another experiment, and is told as that."""
+
+    def trained(out, rate, like=None):
+        module = Tower().train()
+        optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+        with record(module, out=tmp_path / out, like=like) as recording:
+            for number in range(3):
+                torch.manual_seed(number)
+                recording.step(torch.randn(1, 12, 32)).square().mean().backward()
+                optimizer.step()
+        return Run.open(tmp_path / out)
+
+    a = trained("a", 0.1)
+    assert compare(a, trained("b", 0.1, like=a)).verdict.kind == "identical"
+    report = compare(a, trained("c", 0.2, like=a))
+    assert {site.sample for site in report.sites} == {0}
+    [line] = [line for line in report.preflight if line.check == "weights later"]
+    assert line.details[0]["sample"] == 1 and line.details[0]["side"] is None
+    with record(Tower().train(), out=tmp_path / "d", like=a) as recording:
+        recording.repeat()
+    report = compare(a, tmp_path / "d")
+    assert report.verdict.kind == "identical"
+    assert [
+        line.details[0]["side"] for line in report.preflight if line.check == "weights later"
+    ] == ["reference"]

@@ -89,6 +89,7 @@ def test_a_fault_is_found_at_its_block_and_side(bench, architecture, dtype, faul
     assert set(trial.rivals) == set(RULES)
 
 
+@pytest.mark.slow
 def test_the_size_of_a_fault_follows_its_strength(bench):
     """A tenth of the blend is a tenth of the floors."""
     one = bench("llama", "bfloat16")

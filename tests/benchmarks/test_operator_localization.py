@@ -52,6 +52,7 @@ def bench(tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_blames_no_operator(bench):
     """Eager against sdpa, with the truth and without."""
     root = bench("llama", "bfloat16").root
@@ -82,6 +83,7 @@ def test_a_fault_is_found_at_its_operator_and_side(
     assert trial.size > 3
 
 
+@pytest.mark.slow
 def test_the_order_of_ties_is_found(bench):
     """Two experts with equal scores, the other one first."""
     trial = bench("qwen3-moe", "float32", ties=True).trial("topk-ties", "topk", "candidate", 1.0)
@@ -89,6 +91,7 @@ def test_the_order_of_ties_is_found(bench):
     assert (trial.exact, trial.side_said) == (True, "candidate")
 
 
+@pytest.mark.slow
 def test_inside_a_fused_kernel_its_end_is_expected(bench):
     """Sdpa has no softmax to compare with; both have what attention gives."""
     trial = bench("llama", "bfloat16").trial("softmax-sum", "softmax", "reference", 1.0)

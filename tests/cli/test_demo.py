@@ -55,6 +55,7 @@ def test_a_fault_is_planted_and_found_in_a_model_of_ones_own(
     assert all("--trust-remote-code" in arguments for arguments, _ in in_process) == bool(trusted)
 
 
+@pytest.mark.slow
 def test_a_fault_below_rounding_is_not_named_and_a_larger_one_is_planted(
     invoke, in_process, llama, tmp_path, monkeypatch
 ):

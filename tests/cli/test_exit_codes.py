@@ -31,6 +31,7 @@ def ended(program: str, *words: object, cwd: Path = ROOT) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_one_place_gives_the_exit_code_of_a_verdict():
     """No other line ends a process with 1; ranks, whose parent says how they ended, do."""
     places = []

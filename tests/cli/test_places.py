@@ -21,6 +21,7 @@ def archive(invoke, llama, tmp_path):
     return tmp_path / "a.tar"
 
 
+@pytest.mark.slow
 def test_the_whole_way_through_a_bucket(invoke, archive, s3):
     """Captured into an archive, repeated into a bucket, judged and compared where they lie."""
     url = f"{s3}/runs/b"

@@ -353,6 +353,7 @@ def test_revisions_as_the_hub_has_them(refused, hostile, not_loaded):
 # --- what is said ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_taken_from_the_run_is_said(invoke, honest, llama):
     """In one line on stderr, less what this command chooses; not with -q."""
     code, _, err = invoke("capture", "--like", honest, "-o", "x", "--sites", "blocks")

@@ -98,6 +98,7 @@ def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path, answer):
     assert not any("see next" in fact.text for fact in verdict.evidence)
 
 
+@pytest.mark.slow
 def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
     """It has no pass on these inputs, and would judge no escalated one."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)

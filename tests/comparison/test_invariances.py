@@ -76,6 +76,7 @@ def test_a_constant_of_each_row_of_logits_is_no_fault(runs, tmp_path, name, dtyp
     assert there.rel_l2 > 1e-3 and there.limit_usage < 1
 
 
+@pytest.mark.slow
 def test_a_constant_is_no_fault_in_a_batch(runs, tmp_path):
     """The candidate runs in one forward the prompts that the reference ran one by one."""
     verdict = report_of(runs(), tmp_path, with_logits(a_bias_of_one_size), batch=True).verdict
@@ -101,6 +102,7 @@ def test_a_constant_behind_the_head_is_no_fault(runs, tmp_path):
     assert "one constant a row" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_constant_of_each_row_of_scores_is_no_fault(tiny_model, tmp_path):
     """An attention that shifts its scores, where its operators were recorded."""
     softmax = torch.nn.functional.softmax
@@ -167,6 +169,7 @@ def test_a_constant_hides_no_fault_beside_it(runs, tmp_path, name):
     assert report.verdict.onset.site == "lm_head:out"
 
 
+@pytest.mark.slow
 def test_a_constant_that_rounding_eats_the_logits_by_is_a_fault(runs, tmp_path):
     """At 1000 bfloat16 has steps of 4: the probabilities are no longer the same."""
     report = report_of(runs(dtype="bfloat16"), tmp_path, with_logits(lambda x: x + 1000.0))

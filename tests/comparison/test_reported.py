@@ -101,6 +101,7 @@ def test_massive_channels_raise_no_alarm(dtype, truth, run_of, answer):
     assert is_healthy(answer(a, another_order, attn_implementation="sdpa"))
 
 
+@pytest.mark.slow
 def test_a_twentieth_of_a_block_beside_massive_channels_is_found(run_of, answer):
     """The massive channels round by as much as the others hold, and are what all is asked of;
     asked in each channel's own unit the fault is plain, and healthy kernels are as healthy."""

@@ -187,6 +187,7 @@ def test_a_wrong_rotary_table_is_found_where_it_is_made(whole_run):
     assert verdict.onset.step == 1
 
 
+@pytest.mark.slow
 def test_every_module_is_compared_and_what_has_no_rows_is_counted(whole_run):
     """Attention weights grow with the step: skipped by name, never a pass."""
     report = compare(whole_run(sites=["modules"], max_new_tokens=4))

@@ -58,6 +58,7 @@ def assert_same(many, alone):
     odd=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6), st.sampled_from(_ODD))),
     based=st.booleans(),
 )
+@pytest.mark.slow
 def test_many_pairs_measure_as_each_alone(count, shape, names, size, eps, odd, based):
     """Any formats, values, shapes and bases; what is left to measure_pair is None, and a pair of
     ordinary numbers never is."""

@@ -42,6 +42,7 @@ def compile_mlps(model, backend="eager"):
         layer.mlp.compile(backend=backend)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_recorded_whole(folder, plain, tmp_path):
     """Hooks stand around the compiled call: one graph a block, the sites and bits of the plain
     model, and a capture that repeats another anchors them."""
@@ -95,6 +96,7 @@ def test_wrappers_of_torch_compile_leave_names_as_they_are(folder, plain, tmp_pa
     assert "torch.compile (eager)" in line.detail
 
 
+@pytest.mark.slow
 def test_a_compiled_model_may_be_returned(tiny_model, tmp_path):
     """``prepare=torch.compile`` compiles the whole model; names stay those of the model."""
     folder = tiny_model("llama", num_blocks=1, hidden=16, dtype="float32")

@@ -385,6 +385,7 @@ def test_other_kernels_only_round(model, tmp_path, name, dtype):
     assert not [site for site in report.sites if site.flagged]
 
 
+@pytest.mark.slow
 def test_other_files_and_processors_are_said_before_any_number(model, tmp_path):
     """Which file, or which setting; the comparison of the two runs stops there."""
     place = tmp_path / "model"
@@ -420,6 +421,7 @@ def test_other_files_and_processors_are_said_before_any_number(model, tmp_path):
         captured(place, tmp_path / "e", "llava")
 
 
+@pytest.mark.slow
 def test_a_golden_and_a_run_of_digests_keep_them(model, tmp_path, answer):
     """They are small beside the rest, and nothing is repeated without them."""
     place = model("whisper")

@@ -192,6 +192,7 @@ def test_without_inputs_to_start_from_the_free_run_is_left(heard, llama, options
     assert own_truth(run).manifest.plan.anchored_to is None
 
 
+@pytest.mark.slow
 def test_a_repeated_run_makes_none_unless_told(own_truths, heard, llama):
     """One truth is enough: `--like` makes none, and one where it is asked for."""
     a, _ = heard(llama)

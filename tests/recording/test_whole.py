@@ -159,6 +159,7 @@ def test_groups_of_different_lengths(made, tmp_path):
     assert compare(run).verdict.kind in HEALTHY
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_it(llama, dry_run):
     """Like the decode steps; and it says what stands in the way."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]

@@ -112,6 +112,7 @@ _RANGE = st.tuples(st.sampled_from("ab"), st.integers(0, 2000), st.integers(0, 5
 
 
 @given(wanted=st.lists(_RANGE, max_size=40), gap=st.integers(0, 300), span=st.integers(50, 3000))
+@pytest.mark.slow
 def test_ranges_put_together_cover_what_is_wanted(wanted, gap, span):
     """Every wanted range lies in one of them; nothing but gaps is added; none grows too long."""
     patch = pytest.MonkeyPatch()

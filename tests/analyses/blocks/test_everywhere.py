@@ -258,6 +258,7 @@ def test_blocks_that_float32_alone_shows_are_each_named(reference, answer):
     assert "others in model.layers.2, model.layers.4" in verdict.summary
 
 
+@pytest.mark.slow
 def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, answer):
     """The prefill is as coarse as the decode steps, just within its limit."""
     a = reference("float32")

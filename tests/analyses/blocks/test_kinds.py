@@ -127,6 +127,7 @@ def test_each_place_has_its_own_side(on_a, on_b, pair, answer):
     )
 
 
+@pytest.mark.slow
 def test_each_phase_of_one_block_has_its_own_side(pair, answer):
     """A is wrong in a block's decode step, B in its prefill: both are told."""
     a, true = pair("float32", plants=(f"{LAYERS[2]}:out=scale:1.08@step=2",))
@@ -157,6 +158,7 @@ def test_each_prompt_of_one_block_has_its_own_side(blocks, first, drawn_model, s
     assert f"in {names}" in verdict.summary and verdict.summary.endswith(f", by {other}")
 
 
+@pytest.mark.slow
 def test_a_prompt_of_which_a_few_tokens_are_off_is_not_left_out(pair, answer):
     """A wider window reaches 16 tokens of one prompt and 4 of 20 of the other: both are off."""
     a, true = pair("float32", 16)

@@ -243,6 +243,7 @@ def test_rounding_alone_has_no_structure(answer, tmp_path, tiny_model, massive, 
     assert not named
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_is_not_looked_at(runs, answer):
     """No structure is told of runs that differ by rounding alone."""
     a = runs(dtype="bfloat16")
@@ -262,6 +263,7 @@ def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(runs, answ
     assert [item["onward"] for item in headline if item.code == "scope"] == [7]
 
 
+@pytest.mark.slow
 def test_the_one_block_that_rounds_otherwise_is_named(runs, answer):
     """Where all others are equal bit for bit, however small its difference is."""
     a = runs(sites="blocks")

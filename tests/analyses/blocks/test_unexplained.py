@@ -56,6 +56,7 @@ def verdict_of(drawn_model, shared_run, answer):
     return verdict
 
 
+@pytest.mark.slow
 def test_coarse_sums_in_one_block_of_one_machine_are_found(verdict_of):
     """The other blocks are equal bit for bit, so an error 1.5 times as large is no chance."""
     verdict = verdict_of("bfloat16", "coarse", [2])
@@ -117,6 +118,7 @@ def test_a_block_that_is_better_on_one_side_accuses_nobody_for_sure(verdict_of, 
     assert ("nothing that is recorded" in verdict.summary) == (not options)
 
 
+@pytest.mark.slow
 def test_a_block_that_stands_out_from_coarse_ones_is_named(drawn_model, shared_run, answer):
     """Without a truth: sums in 64 parts are off in all blocks, and one MLP is three times too
     large."""

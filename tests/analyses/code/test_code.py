@@ -309,6 +309,7 @@ def test_first_difference_of_two_texts():
     )
 
 
+@pytest.mark.slow
 def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     """A's truth has A's numbers. By a configuration that both have B is wrong, with less
     confidence, since it may be wrong itself. A module of B's whose value neither A's nor its kin

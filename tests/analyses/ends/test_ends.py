@@ -327,6 +327,7 @@ def test_equal_logits_may_be_chosen_either_way(run, monkeypatch, gap, is_fault):
 # --- integers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_positions_off_by_one(run, changed):
     """Position numbers do not round: they are the verdict, not the tables that follow."""
     good = run(sites=["modules"])
@@ -365,6 +366,7 @@ def test_a_mask_of_all_true(run, changed, tmp_path):
     assert compare(good, bad, truth=truth).verdict.side == "candidate"
 
 
+@pytest.mark.slow
 def test_masks_of_padding_may_differ(run, changed):
     """What a row of padding looks at is nobody's business."""
     good = run(sites=["modules"], batch=True, attn_implementation="sdpa")
@@ -384,6 +386,7 @@ def test_masks_of_padding_may_differ(run, changed):
     assert compare(good, changed(good, change)).verdict.kind in ("identical", "within_floor")
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_follow_from_their_scores(run, changed):
     """A router that sends tokens elsewhere than its own scores say is wrong on that side."""
     good = run("qwen3-moe", sites=["modules"])

@@ -251,6 +251,7 @@ def test_tokens_that_rounding_sends_elsewhere_are_left_out_and_counted(
     assert max(site.ratio_max for site in outs if site.ratio_max is not None) < 6
 
 
+@pytest.mark.slow
 def test_a_choice_that_its_logits_do_not_explain_convicts(recorded, answer):
     """A router that ranks one token's experts wrongly: its logits are right, the choice is not, and
     the token is not taken for one that rounding sent elsewhere."""
@@ -315,6 +316,7 @@ def test_the_prompt_of_one_bad_token_is_beyond_its_limit(recorded, answer):
     assert usage[1] > 1 > usage[0]
 
 
+@pytest.mark.slow
 def test_where_the_choice_is_not_known_one_token_says_nothing(recorded, tmp_path):
     """Runs that did not record it: a single token's error in such a block may be another expert."""
     a, truth = recorded("qwen3-moe", 32, "bfloat16")
@@ -455,6 +457,7 @@ def test_a_router_that_chooses_wrongly_in_steps_of_one_token_is_found(dtype, rec
         assert (verdict.onset.block, verdict.onset.step) == (BLOCK, 1)
 
 
+@pytest.mark.slow
 def test_what_all_blocks_do_in_every_step_is_not_said_of_one_step_alone(recorded, answer):
     """Beside its siblings, which are as wrong, most steps show nothing: they are held to the limit
     of their kind."""

@@ -199,6 +199,7 @@ def test_positions_that_count_the_pads_are_found(architecture, site, single, ans
     assert verdict.side in ("candidate", None)  # a hook is other code: the truth cannot tell whose
 
 
+@pytest.mark.slow
 def test_a_prompt_that_ended_has_no_partner_and_that_is_said(prompts, tiny_model, tmp_path):
     """One prompt ends after a token, its batch goes on: what it is fed then is padding, compared
     with nothing, and the others are judged in every step."""
@@ -236,6 +237,7 @@ def test_a_prompt_that_ended_has_no_partner_and_that_is_said(prompts, tiny_model
     assert ids.status == "same" and "ended" in ids.detail
 
 
+@pytest.mark.slow
 def test_the_advised_command_repeats_the_batch(single, prompts, tiny_model, tmp_path, capsys):
     """Single prompts against a batch, both captured freely: what is advised runs the batch again,
     so that a fault of the batch does not vanish as identical."""
@@ -259,6 +261,7 @@ def test_the_advised_command_repeats_the_batch(single, prompts, tiny_model, tmp_
     assert "batch shape 8 × batch 1 / 1 × batch 8" in out
 
 
+@pytest.mark.slow
 def test_float32_sees_below_the_floor_of_a_batch(single, answer):
     """The escalated pass of a batch is held against the truth of single prompts, row by row."""
     a, truth = single("llama", "bfloat16")

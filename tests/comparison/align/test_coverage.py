@@ -167,6 +167,7 @@ def test_what_the_new_run_lacks_fails(run, golden, new, pass_, what, told):
     accounted(result.report)
 
 
+@pytest.mark.slow
 def test_passes_that_the_golden_has_must_be_there(run):
     """A golden that was anchored and escalated asks for both of a new run."""
     base = run(dtype="bfloat16")
@@ -267,6 +268,7 @@ def test_a_run_is_not_checked_against_itself(run, tmp_path):
         assert "capture --like" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_what_is_no_golden_is_refused(run, tmp_path):
     """A truth and a planted run are not what another run's results are asked to be."""
     golden = run()

@@ -303,6 +303,7 @@ def test_a_truth_of_many_prompts_in_one_batch(case, tmp_path, tiny_model):
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
 
+@pytest.mark.slow
 def test_attention_weights_have_as_many_columns_as_tokens(case):
     """A last axis that grows from step to step is judged without channels."""
     one = case("float32", ("modules",))
@@ -328,6 +329,7 @@ def test_torch_stays_out_of_the_widened_state(case):
     assert (torch.ones(2, dtype=torch.bfloat16) * 1.5).dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tmp_path, answer, shared_run):
     """BERT's dropouts inherit the error of what is before them; equal runs are wrong nowhere."""
     a = shared_run(

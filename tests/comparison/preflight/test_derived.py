@@ -171,6 +171,7 @@ def test_dropout_that_is_active_on_one_side_is_named(shared_run, tmp_path):
     assert "Dropout.training False / True" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_lost_number_that_rounding_hides_is_no_same_model(shared_run, tmp_path):
     """In bfloat16 a lost last frequency moves nothing beyond rounding, and yet it is lost."""
     reference = shared_run(prompts=PROMPTS, dtype="bfloat16", probe=False)

@@ -126,6 +126,7 @@ def test_the_other_way_round_and_without_tokens_to_repeat(graph_of, recorded, ti
     assert compare(own, back).verdict.kind in HEALTHY
 
 
+@pytest.mark.slow
 def test_what_transformers_cannot_load_of_it(graph_of, recorded, again, tiny_model, tmp_path):
     """The run names the file: of a truth the user names the model that the file was made from."""
     other = again(recorded("llama", sites="blocks"), graph_of("llama"))

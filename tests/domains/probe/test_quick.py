@@ -34,6 +34,7 @@ def _nothing_remembered(monkeypatch):
     monkeypatch.setattr(quick, "_cache", {})
 
 
+@pytest.mark.slow
 def test_it_is_little_work():
     """Some calls of operators, on small tensors; about 0.6 s (benchmarks/probe.py)."""
     with Calls() as calls:
@@ -55,6 +56,7 @@ def test_it_is_little_work():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_the_same_machine_says_the_same_twice(monkeypatch):
     """Facts hold nothing of time or chance."""
     first = quick_facts("cpu")
@@ -62,6 +64,7 @@ def test_the_same_machine_says_the_same_twice(monkeypatch):
     assert quick_facts("cpu") == first
 
 
+@pytest.mark.slow
 def test_it_is_made_once_a_process_and_setting():
     """Asked again, it is there at once; other threads are another setting."""
     quick_facts("cpu")
@@ -91,6 +94,7 @@ def test_it_disturbs_nothing():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_the_default_dtype():
     """A model may have set another."""
     facts = quick_facts("cpu")
@@ -110,6 +114,7 @@ def test_a_machine_that_refuses_has_one_fact_that_says_why():
     assert quick._cache == {}
 
 
+@pytest.mark.slow
 def test_a_slow_machine_tries_the_same(monkeypatch):
     """However late it gets, no fact is left out: the set is fixed."""
     names = [fact.name for fact in quick_facts("cpu")]

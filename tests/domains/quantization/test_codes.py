@@ -120,6 +120,7 @@ def unquantised(path):
         yield
 
 
+@pytest.mark.slow
 def test_an_input_that_one_side_does_not_quantise_gets_no_codes_of_the_other(tiny_model, tmp_path):
     """Float8 codes of what was not quantised are those of the other side, and in its place would
     hide it."""

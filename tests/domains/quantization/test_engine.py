@@ -59,6 +59,7 @@ def test_a_quantised_run_is_repeated_bit_for_bit(plain, tmp_path, options):
     assert not [command for command in verdict.next if "localize" in command or "--like" in command]
 
 
+@pytest.mark.slow
 def test_the_truth_of_a_quantised_run_is_that_of_its_scheme(plain, tmp_path):
     """Codes as there, the rest in float64: a run lies within rounding of it, which the truth of the
     floating-point model does not."""

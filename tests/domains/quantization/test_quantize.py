@@ -162,6 +162,7 @@ def test_a_group_has_its_size(scheme, size):
     assert (weight["scope"], weight["ext"]) == ("per_group", {"group_size": size})
 
 
+@pytest.mark.slow
 def test_a_model_is_captured_first(plain, tmp_path):
     """A model in place of a run is recorded, then quantised."""
     found = quantize(

@@ -136,6 +136,7 @@ def test_one_token_has_no_standard_error(folder, tmp_path):
     assert "nan" not in text
 
 
+@pytest.mark.slow
 def test_quartiles_of_many_numbers(monkeypatch):
     """More than torch.quantile takes."""
     monkeypatch.setattr(alone, "_MOST", 1 << 24)

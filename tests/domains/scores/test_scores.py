@@ -55,6 +55,7 @@ def test_no_difference_is_never_said_of_chance(table):
     assert "every answer is the same" in task.notes[0]
 
 
+@pytest.mark.slow
 def test_a_real_difference_within_the_band_is_equal(table):
     """Small and beyond chance: said, and no reason to fail."""
     a, b = flipped(20_000, 90, 10)

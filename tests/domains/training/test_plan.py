@@ -49,6 +49,7 @@ def test_activations_are_what_a_real_step_holds(tiny_model, architecture, checkp
     )
 
 
+@pytest.mark.slow
 def test_autocast_is_counted(llama):
     """Results in 16 bits, and the copies of weights."""
     plan = plan_of(llama, dtype="float32", autocast="bfloat16")
@@ -57,6 +58,7 @@ def test_autocast_is_counted(llama):
     )
 
 
+@pytest.mark.slow
 def test_checkpointing_and_tensor_parallelism_hold_less(llama):
     """Each for its own reason."""
     one = plan_of(llama)

@@ -148,6 +148,7 @@ def test_the_first_screen_has_verdict_rows_and_keys(reports):
     shown(reports.make_long_report(), check=check)
 
 
+@pytest.mark.slow
 def test_keys_go_deeper_and_back(reports):
     """Enter, Escape, and from anywhere to another first page; the row is where it was."""
     report = reports.make_large_report(num_blocks=6, num_steps=3, num_prompts=2)
@@ -192,6 +193,7 @@ def test_odd_reports_are_shown(reports):
         shown(report, *keys, check=lambda app: app.return_code is None, size=(20, 6))
 
 
+@pytest.mark.slow
 def test_names_are_no_markup(reports):
     """What a run calls itself is shown as it is written, and obeyed by nobody."""
     site = reports.make_site(f"{HOSTILE}:out", block=HOSTILE, role="block", kind=HOSTILE)

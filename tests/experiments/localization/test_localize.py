@@ -169,6 +169,7 @@ def test_a_healthy_pair_is_not_gone_into(runs, tmp_path):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
 def test_a_block_can_be_asked_for(runs, tmp_path):
     """And a healthy one is found healthy."""
     result = localize(
@@ -185,6 +186,7 @@ def test_a_block_can_be_asked_for(runs, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
     """And what lies there already is not made again."""
     work = tmp_path / "work"
@@ -226,6 +228,7 @@ def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path, lines_of
         assert not any(line.startswith("truth") for line in lines_of(result))
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
     """A file, a run, and the runs of another pair: those are not the candidate's."""
     options = {"truth": runs / "truth", "block": BLOCK, "here": "reference"}
@@ -245,6 +248,7 @@ def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
     assert (tmp_path / "work" / "pair.json").read_text() == ours
 
 
+@pytest.mark.slow
 def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, tmp_path, llama):
     """A run in the directory is taken only where it is what would be made."""
     a, work = Run.open(runs / "a"), tmp_path / "work"

@@ -138,6 +138,7 @@ def test_what_comes_before_a_substitute_must_repeat(runs, tmp_path):
     assert check_substituted(early, b, **check).site == "model.layers.0:out"
 
 
+@pytest.mark.slow
 def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path, lines_of):
     """Nothing is named or proven, what was captured is gone, and the command for there is given."""
     work = tmp_path / "work"
@@ -177,6 +178,7 @@ def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     assert "--force" in result.commands[0]
 
 
+@pytest.mark.slow
 def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path, lines_of):
     """Both sides' operators lie there, made where they belong; this machine is not the candidate's:
     its block would be fine without any substitute, so nothing is said to be proven."""

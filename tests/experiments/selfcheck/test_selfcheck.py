@@ -35,6 +35,7 @@ def test_a_healthy_model_agrees_with_itself(llama):
     assert json.loads(result.to_json())["schema_version"] == 1
 
 
+@pytest.mark.slow
 def test_a_pass_that_a_way_of_running_does_not_make_is_not_missing(llama):
     """In another place or among other mates a batch is run freely alone: its anchored pass is held
     against nothing, and nothing is said of it."""
@@ -80,6 +81,7 @@ def in_attention(monkeypatch):
     return plant
 
 
+@pytest.mark.slow
 def test_noise_in_one_block_is_not_the_same_run_twice(llama, in_attention):
     """The block that does not repeat itself is named."""
     noise = torch.Generator().manual_seed(1)
@@ -158,6 +160,7 @@ def test_attention_that_counts_its_rows_from_the_pads(llama, monkeypatch):
     assert lines["again"].status == "identical"
 
 
+@pytest.mark.slow
 def test_positions_that_are_off_by_one_in_decode_steps(llama, monkeypatch):
     """With the cache alone: both lines that decode without one tell, and no other."""
     from transformers.models.llama import modeling_llama

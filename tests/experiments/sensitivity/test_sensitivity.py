@@ -71,6 +71,7 @@ def found(runs):
     return ask
 
 
+@pytest.mark.slow
 def test_bfloat16_hides_what_float32_shows(found):
     """Every fault has a size in either, and the 16-bit one is a thousand times larger."""
     narrow, wide = found("bfloat16"), found("float32")

@@ -33,6 +33,7 @@ def compiled(run, out, backend="eager", dynamic=True, **options):
     )
 
 
+@pytest.mark.slow
 def test_every_block_runs_compiled(plain, tmp_path):
     """Also more of them than torch compiles of one function; outputs are those of the model."""
     import torch._dynamo

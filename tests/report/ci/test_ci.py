@@ -163,6 +163,7 @@ def check_junit(suite: ElementTree.Element) -> ElementTree.Element:
     return suite
 
 
+@pytest.mark.slow
 def test_junit_follows_its_schema(failing, hostile, reports, checked, ci):
     """Of an answer that fails, one that passes and one that means harm."""
     suite = check_junit(ci(failing).suite)

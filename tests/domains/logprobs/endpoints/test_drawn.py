@@ -45,6 +45,7 @@ def test_few_answers_make_no_test(stub, serve):
     assert report.verdict.kind == "undetermined" and "too few" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_drawn_against_greedy_stops(serve):
     """Drawn answers are not compared with greedy ones."""
     report = compare(
@@ -53,6 +54,7 @@ def test_drawn_against_greedy_stops(serve):
     assert report.verdict.kind == "incomparable" and "were drawn" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_drawn_answers_are_scored_elsewhere(stub, serve, tmp_path):
     """--like scores them as any; with --answers it is refused."""
     a, stub.noise = serve("a"), 0.01

@@ -85,6 +85,7 @@ def test_a_margin_that_no_list_tells_is_no_tie(stub, serve):
     assert "parted at ties" not in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_token_below_a_whole_list_is_no_tie(stub, serve):
     """Two likeliest tokens, far apart: what is on neither place is no near tie of the first."""
 
@@ -259,6 +260,7 @@ def test_a_mean_over_long_prompts_hides_no_wrong_answers(stub, serve):
     assert any("the answers by themselves" in check.detail for check in verdict.checks)
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_drew_are_of_no_distribution(stub, serve):
     """Both servers take the temperature and do not obey it: one answer, six times."""
     inner = type(stub).go_on
@@ -299,6 +301,7 @@ def test_an_integer_beyond_all_floats_is_no_number(stub, serve, healthy):
     assert compare(healthy, serve("b")).verdict.kind == "nonfinite"
 
 
+@pytest.mark.slow
 def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve, healthy):
     """A floor is another run of the same prompts."""
     stub.noise = 0.6
@@ -308,6 +311,7 @@ def test_a_compared_run_or_one_of_other_prompts_is_no_floor(stub, serve, healthy
             compare(healthy, b, floor=floor.path)
 
 
+@pytest.mark.slow
 def test_a_floor_farther_off_than_any_precision_is_not_believed(stub, serve, healthy):
     """A floor of other weights widens no limit unnoticed."""
     stub.weights = 1
@@ -327,6 +331,7 @@ def test_answers_that_end_earlier_leave_low_confidence(stub, serve, healthy):
     assert "end earlier on B, by 2 tokens each" in verdict.summary
 
 
+@pytest.mark.slow
 def test_rounding_that_a_mean_allows_is_no_fault_by_one_flip(stub, serve):
     """Noise whose mean is just what bfloat16 explains flips some token at more than a tie spans."""
     stub.noise = 0.14

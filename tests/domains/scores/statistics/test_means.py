@@ -27,6 +27,7 @@ def test_without_clusters_it_is_the_paired_t_test():
     assert interval(found, 0.95) == pytest.approx(tuple(expected.confidence_interval(0.95)))
 
 
+@pytest.mark.slow
 def test_equal_clusters_are_statsmodels_cluster_robust_error():
     """With its correction G / (G - 1), which is what CR2 is for clusters of one size."""
     import statsmodels.api as sm  # with pandas, which every collection would wait for

@@ -66,6 +66,7 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(model, run):
         assert (gradient - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
 
 
+@pytest.mark.slow
 def test_labels_are_recorded_and_repeated(run, tmp_path):
     """In one padded batch as well, with another kernel, and in a truth."""
     assert [sample.labels for sample in run.manifest.tokens.samples] == LABELS

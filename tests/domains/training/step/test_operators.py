@@ -151,6 +151,7 @@ def test_the_loss_is_a_module_too(step):
     assert f"lm_head{BACKWARD}/aten.mm" in found
 
 
+@pytest.mark.slow
 def test_operators_of_a_backward_run_again_give_the_recorded_bits(step, tmp_path):
     """A replay is identical, and within the floor of its truth."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"], weights=True)

@@ -93,6 +93,7 @@ def test_main_weights_take_a_step_that_bfloat16_does_not(step, tiny_model):
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_a_policy_is_options(step, tmp_path):
     """A framework's file gives the options of a step, and is recorded with them."""
     path = tmp_path / "ds.json"
@@ -128,6 +129,7 @@ def test_a_healthy_pair_is_within_rounding(other, step, tmp_path):
     assert divergence.compare(a, b, truth=truth).verdict.kind in ("within_floor", "identical")
 
 
+@pytest.mark.slow
 def test_main_weights_and_their_truth(step, tmp_path):
     """A step with float32 copies has a truth in float64."""
     a = step("a", optimizer="adamw", main_weights=True, accumulate_dtype="float32")
@@ -137,6 +139,7 @@ def test_main_weights_and_their_truth(step, tmp_path):
     assert truth.manifest.training.precision.parameters == "float64"
 
 
+@pytest.mark.slow
 def test_a_reduction_in_fewer_bits_is_named_with_its_cost(step, tmp_path):
     """As what B does, with how far it is off."""
     a = step("a", dtype="float32", reduce_dtype="float32")

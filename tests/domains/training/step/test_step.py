@@ -246,6 +246,7 @@ def test_another_loss_scale_is_no_fault(side, step):
     assert all("#backward:out." in site for site in compared) and len(compared) > 10
 
 
+@pytest.mark.slow
 def test_gates_that_rounding_opens_are_no_fault(step, tmp_path):
     """In bfloat16 the derivative of ReLU is another one for three gates in a thousand."""
     torch.manual_seed(0)

@@ -45,4 +45,4 @@ def test_the_machine(said):
     """``env`` names the device."""
     code, out, _ = said["env"]
     assert code == 0
-    assert "npu: Ascend910 (simulated) x 2" in out
+    assert "npu: Ascend910 (simulated) × 2" in out

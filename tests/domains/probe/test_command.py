@@ -27,7 +27,7 @@ def test_facts_are_printed_and_two_probes_compared(probe, invoke):
     code, out, _ = invoke("compare", "here", "there")
     assert code == 0
     assert out.startswith("IDENTICAL: the probed arithmetic is the same")
-    code, out, _ = invoke("inspect", "here")
+    code, out, _ = invoke("inspect", "here", "-v")
     assert code == 0
     assert "arithmetic  " in out
     assert "capture --like" not in out

@@ -254,10 +254,10 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
         engine = manifest.engine
         options = engine.options.items()
         given = [f"{key}={value}" for key, value in options if value not in (None, "")]
-        found = [f"{key} {value}" for key, value in engine.facts.items() if key != "adapter"]
+        switches = [f"{key} {value}" for key, value in engine.facts.items() if key != "adapter"]
         given += [f"adapter {engine.facts[key]}" for key in engine.facts if key == "adapter"]
         facts.append(("  engine", ", ".join([engine.name, engine.version, *given])))
-        facts += [("  as found", ", ".join(found))] if found else []
+        facts += [("  as found", ", ".join(switches))] if switches else []
     return facts + [("  code", text) for text in code_texts(manifest)]
 
 

@@ -17,6 +17,7 @@ from benchmarks import _fuzz_forms, fuzz
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks/fuzz.py"
 
 
+@pytest.mark.slow
 def test_stored_runs_that_were_damaged(tmp_path, monkeypatch):
     """Of each format version; another choice of runs makes other cases than ``--case``."""
     monkeypatch.setattr("logging.raiseExceptions", False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_answers_and_refuses(invoke, tiny_model, tmp_path):
     """A page, the answer alone, JSON; without a directory, or for no run, exit code 2."""
     model = tiny_model("llama")
@@ -35,6 +38,7 @@ def test_answers_and_refuses(invoke, tiny_model, tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_repeat_the_candidate_ends_in_2(invoke, tiny_model, monkeypatch):
     """The first line says what differs and which command is to be run there; nothing is named."""
     import transformers.models.llama.modeling_llama as modeling

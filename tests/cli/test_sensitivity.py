@@ -16,6 +16,7 @@ def pair(invoke, tiny_model):
     assert invoke(*like)[0] == 0
 
 
+@pytest.mark.slow
 def test_answers(invoke, pair):
     """-q is the sentences alone; without it the table and the commands follow; --json is all."""
     ask = ("sensitivity", "a", "--candidate", "b", "--faults", "scale", "--blocks", "0,last")

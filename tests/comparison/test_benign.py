@@ -134,6 +134,7 @@ def test_other_kernels_raise_no_alarm(machine, few, tmp_path):
     check(few, repeat_elsewhere(few, tmp_path, MACHINES[machine]))
 
 
+@pytest.mark.slow
 def test_another_attention_kernel_raises_no_alarm(few, tmp_path):
     """Fused attention sums in another order and stores less in between."""
     runs = [run for run in few if not run.path.name.startswith(NO_SDPA)]
@@ -142,6 +143,7 @@ def test_another_attention_kernel_raises_no_alarm(few, tmp_path):
     assert check(runs, tmp_path)["anchored", "float32"][0] > 0
 
 
+@pytest.mark.slow
 def test_padded_batches_raise_no_alarm(recorded, tmp_path):
     """Prompts of other lengths in one batch: pads count for nothing."""
     runs = recorded(("gpt2", "llama", "qwen3"), SHORT, options={"batch": True})

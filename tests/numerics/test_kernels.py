@@ -46,6 +46,7 @@ def _noise(shape, seed=0):
     odd=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6), st.sampled_from(_ODD))),
     options=st.sets(st.sampled_from(["base", "mask", "threads"])),
 )
+@pytest.mark.slow
 def test_both_kernels_measure_the_same(shape, names, size, eps, odd, options):
     """Compiled loops and numpy agree to 1e-6 on any formats, values, masks and bases."""
     rows, cols, more = shape

@@ -42,6 +42,7 @@ def test_the_statistic_is_that_of_the_formula():
     assert two_sample([(one, two)]).mmd == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_its_level_holds():
     """Of 200 pairs of one source about one in a hundred gives p <= 1%."""
     found = [two_sample(_pairs(seed, num_prompts=4)).p_value for seed in range(200)]
@@ -49,6 +50,7 @@ def test_its_level_holds():
     assert np.mean(np.array(found) <= 0.5) == pytest.approx(0.5, abs=0.12)
 
 
+@pytest.mark.slow
 def test_the_stated_share_is_seen():
     """At the smallest share four of five draws are seen, at a quarter of it few."""
     share = two_sample(_pairs(1)).smallest_share

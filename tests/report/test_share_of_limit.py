@@ -166,6 +166,7 @@ def printed_of(capsys, a, b, *options):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_equal_runs_use_nothing_of_any_limit(references, tmp_path):
     """Also where both are as far from the truth as rounding makes each."""
     for number, a in enumerate(references.values()):

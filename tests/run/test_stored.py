@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import tracemalloc
 
+import pytest
+
 from divergence.numerics.summary import Summary
 from divergence.run.record import Place
 from divergence.run.writer import DedupIndex
@@ -53,6 +55,7 @@ def test_what_is_met_again_outlives_what_is_not():
     assert stored.find(content(99)) is not None
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_limit():
     """A hundred times as many tensors as there is room for take no more than was stated."""
     limit = 1 << 20

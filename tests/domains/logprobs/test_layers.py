@@ -59,6 +59,7 @@ def test_the_block_that_explains_the_difference(runs):
     assert "100% of Δ log p" in report.verdict.evidence[0].text
 
 
+@pytest.mark.slow
 def test_a_stand_in_that_shows_something_else(runs, llama, tmp_path):
     """A healthy build of what the server is said to run: the difference is not in it."""
     trainer, _, rollout = runs
@@ -87,6 +88,7 @@ def test_which_layers_are_refused(runs):
         compare(trainer, rollout, layers=rollout)
 
 
+@pytest.mark.slow
 def test_the_expert_whose_tokens_differ(tmp_path):
     """One expert's weights are wrong in the engine: the trainer's routing names it."""
     from safetensors.torch import load_file, save_file

@@ -40,6 +40,7 @@ def test_a_healthy_pair_passes(runs, dtype, answer):
     assert verdict.side == "neither"
 
 
+@pytest.mark.slow
 def test_their_codes_are_recorded_with_all_heads_of_a_token_in_a_row(runs):
     """Keys and values have one row a token, in codes and in the truth."""
     a, exact = runs("float32")
@@ -50,6 +51,7 @@ def test_their_codes_are_recorded_with_all_heads_of_a_token_in_a_row(runs):
         assert tuple(own.shape) == tuple(right.shape) == (1, own.shape[1], 32)
 
 
+@pytest.mark.slow
 def test_a_wrong_quantiser_of_keys_is_named_with_its_side(runs, monkeypatch, answer):
     """A cast that cuts off, for the keys of one layer."""
     from compressed_tensors.modeling import kvcache

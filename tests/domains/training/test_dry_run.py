@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_command_prints_it(invoke, llama):
     """Memory, then traffic with its time."""
     code, out, _ = invoke(
@@ -24,6 +27,7 @@ def test_the_plans_options_need_a_dry_run_of_a_step(invoke, llama):
     assert "--sequence-length is for the plan of a training step" in err
 
 
+@pytest.mark.slow
 def test_a_stage_of_zero_is_planned_and_needs_a_step(invoke, llama):
     """The plan names the stage; without --train it is refused."""
     command = ["capture", llama, "--dry-run", "--mesh", "dp=2", "--zero", "1"]

@@ -137,6 +137,7 @@ def test_no_command_says_otherwise(pair, tmp_path, case, lines_of):
         assert result.levels[-1].site == decided.onset.site
 
 
+@pytest.mark.slow
 def test_code_of_both_sides_names_none_in_either(pair, tmp_path, monkeypatch, lines_of):
     """B's class runs other code that is nobody's replacement there: neither command takes A's
     truth for a proof."""

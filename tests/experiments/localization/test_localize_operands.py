@@ -73,6 +73,7 @@ def test_another_scalar_is_named_with_both_values_and_two_reproducers(
     assert answer["operator"]["other_operands"][0]["argument"] == "other"
 
 
+@pytest.mark.slow
 def test_partial_products_are_not_paired_with_the_product(recorded, tmp_path):
     """Eight products and seven additions that are right: no operator is blamed."""
     a = recorded("float32")
@@ -85,6 +86,7 @@ def test_partial_products_are_not_paired_with_the_product(recorded, tmp_path):
     assert {r.operator for r in results if "down_proj" in r.site} == {"aten.mm.default"}
 
 
+@pytest.mark.slow
 def test_a_wrong_region_is_the_onset(recorded, tmp_path, lines_of):
     """It convicts like an operator, and is proven like one."""
     a = recorded("float32")
@@ -99,6 +101,7 @@ def test_a_wrong_region_is_the_onset(recorded, tmp_path, lines_of):
     assert "9 products, 8 additions and one multiplication in place of" in page
 
 
+@pytest.mark.slow
 def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path, lines_of):
     """Within rounding for the block, several times an ideal product for the region."""
     a = recorded("bfloat16")

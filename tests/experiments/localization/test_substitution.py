@@ -23,6 +23,7 @@ def operators(llama, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_results_of_another_says_so(operators, bless, invoke, tmp_path, answer):
     """In preflight, in the heading of every report, and it becomes no golden."""
     b = capture(

@@ -72,6 +72,7 @@ def tells_code(run):
     return bool(getattr(Run.open(run).manifest.model, "code", None))
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_found_by_the_same_command_on_both_machines(llama, tmp_path):
     """First on the reference's, which is not the candidate's; then there: side, cause, module."""
     options = {**made(tmp_path, llama, healthy, other_kernel), "truth": tmp_path / "truth"}
@@ -124,6 +125,7 @@ def test_code_that_differs_names_the_module_and_no_side(llama, tmp_path, side, l
     )
 
 
+@pytest.mark.slow
 def test_the_truth_is_not_made_by_the_candidates_code(llama, tmp_path):
     """Its machine looks like the reference's in every field, and does not repeat its run."""
     options = made(tmp_path, llama, healthy, other_code)
@@ -137,6 +139,7 @@ def test_the_truth_is_not_made_by_the_candidates_code(llama, tmp_path):
     assert localize(**options).truth == str(options["out"] / "truth")
 
 
+@pytest.mark.slow
 def test_two_truths_that_disagree_are_refused(llama, tmp_path):
     """One was made by the candidate's code; where it is known which, it is said."""
     options = made(tmp_path, llama, healthy, other_code)

@@ -15,6 +15,9 @@ from divergence.run.site import OPTIMIZER, is_of_parameter
 from tests.domains.training.step.rank_faults import BLOCK
 from tests.recording.test_ranks import make
 
+pytestmark = pytest.mark.slow
+"""Six runs of two processes; recording/test_ranks.py is the fast one of ranks."""
+
 IDS = [
     [5, 9, 33, 21, 77, 100, 43, 12, 6, 91, 18],
     [45, 99, 33, 21, 17, 20, 43, 112, 66],

@@ -67,6 +67,7 @@ def test_one_that_the_reference_lacks_is_named(name, model, step, tmp_path):
         assert verdict.side == (None if judge is None else "reference")
 
 
+@pytest.mark.slow
 def test_what_cancels_in_exact_arithmetic_is_rounding(step, tmp_path):
     """Keys without rotary positions: what adds the same to all scores changes no softmax, so the
     gradient of their bias is zero, and each side's is its own rounding."""
@@ -100,6 +101,7 @@ def test_what_cancels_in_exact_arithmetic_is_rounding(step, tmp_path):
     assert "layers.1.self_attn.q_proj" in divergence.compare(a, bad).verdict.summary
 
 
+@pytest.mark.slow
 def test_rows_that_are_zero_in_the_truth_have_an_answer(model, step, tmp_path, monkeypatch):
     """Decay as a part of the gradient moves the embeddings of tokens that are not there."""
     how = {"optimizer": "adamw", "weight_decay": 0.1}

@@ -102,8 +102,8 @@ class Recording:
         self._module, self._structure = module, structure
         self._recorders, self._manifest, self._like = recorders, manifest, like
         self._names, self._past = argument_names(structure), Past(structure)
-        own, parameters = manifest.model.digests, structure.named_parameters()
-        self._weights = {name: (_place(p), own.get(name, "")) for name, p in parameters}
+        self._marks = _marks(structure)
+        self._weights: str | None = None
         self._lock, self._guard = threading.RLock(), _OneThread()
         for recorder in recorders:
             recorder.hooks.insert(0, self._guard)
@@ -170,13 +170,13 @@ class Recording:
 
     def _changed_weights(self) -> str | None:
         """The digest of all parameters; None where they are still those that the run began with."""
-        for name, parameter in self._structure.named_parameters():
-            if (place := _place(parameter)) != self._weights.get(name, (None, ""))[0]:
-                self._weights[name] = place, digest_tensor(parameter)
-        now = [digest for _, digest in self._weights.values()]
-        own = self._manifest.model.digests
-        changed = any(own.get(name) != digest for name, (_, digest) in self._weights.items())
-        return digest_many((str(n), digest) for n, digest in enumerate(now)) if changed else None
+        if (marks := _marks(self._structure)) != self._marks:
+            named = [(n, digest_tensor(p)) for n, p in self._structure.named_parameters()]
+            own = self._manifest.model.digests
+            changed = any(own.get(name) != digest for name, digest in named)
+            by_place = ((str(place), digest) for place, (_, digest) in enumerate(named))
+            self._marks, self._weights = marks, digest_many(by_place) if changed else None
+        return self._weights
 
     def _forward(
         self, recorder: Recorder, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -261,10 +261,22 @@ class Recording:
             )
 
 
-def _place(parameter: torch.nn.Parameter) -> Any:
-    """Two of a parameter are equal where nothing wrote to it in between, or loaded it anew."""
-    lies = type(parameter) is torch.nn.Parameter and not parameter.is_meta
-    return stamp(parameter), parameter.data_ptr() if lies else 0
+def _marks(module: torch.nn.Module) -> list[Any]:
+    """Marks of a module's parameters, equal where nothing wrote to them in between or put others in
+    their place. Torch does not count what is written by way of ``.data``, so that a row of each is
+    among them."""
+    marks: list[Any] = []
+    for parameter in module.parameters():
+        marks.append(stamp(parameter))
+        if type(parameter) is torch.nn.Parameter and not parameter.is_meta and parameter.numel():
+            row = parameter.detach()
+            while row.ndim > 1:
+                row = row[len(row) // 2]
+            marks.append((parameter.data_ptr(), row.reshape(-1)[:_OF_ROW].tolist()))
+    return marks
+
+
+_OF_ROW = 64
 
 
 @contextlib.contextmanager

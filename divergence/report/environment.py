@@ -127,7 +127,7 @@ def machine_of(environment: Environment) -> dict[str, str]:
         "Python": environment.python,
     }
     more = dict(sorted(environment.versions.items())) | environment.torch_build
-    every = fixed | more | environment.variables | fixed
+    every = fixed | more | environment.variables | fixed  # a variable may have a name of ours
     return {name: text for name, text in every.items() if text}
 
 

@@ -951,7 +951,7 @@ def _changed_weights(a: Manifest, b: Manifest) -> list[PreflightLine]:
     side = None if all(changed) else SIDES[changed[1]]
     detail = None if first is None else fact("preflight.weights_changed", side=side, sample=first)
     shown = [sentence(fact("preflight.weights_stayed", changed=each)) for each in changed]
-    return [_same("weights while running", shown[0], shown[1], detail, same=first is None)]
+    return [_same("later weights", shown[0], shown[1], detail, same=first is None)]
 
 
 def _codes(model: ModelIdentity) -> str:

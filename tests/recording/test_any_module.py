@@ -572,7 +572,7 @@ def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):
     assert compare(a, trained("b", 0.1, like=a)).verdict.kind == "identical"
     report = compare(a, trained("c", 0.2, like=a))
     assert {site.sample for site in report.sites} == {0}
-    [line] = [line for line in report.preflight if line.check == "weights while running"]
+    [line] = [line for line in report.preflight if line.check == "later weights"]
     assert line.details[0]["sample"] == 1 and line.details[0]["side"] is None
     module = Tower().train()
     with record(module, out=tmp_path / "e", like=a) as recording:
@@ -586,7 +586,5 @@ def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):
     report = compare(a, tmp_path / "d")
     assert report.verdict.kind == "identical"
     assert [
-        line.details[0]["side"]
-        for line in report.preflight
-        if line.check == "weights while running"
+        line.details[0]["side"] for line in report.preflight if line.check == "later weights"
     ] == ["reference"]

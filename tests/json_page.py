@@ -28,13 +28,24 @@ HEAD = """\
 
 <!-- printed by `python tests/json_page.py` from the types themselves; do not edit -->
 
-`compare --json`, `check --json` and `Report.load` share these types; in Python a key is an
-attribute of the same name (`pass` is `pass_`). A number that is no finite one is a string (`"nan"`,
-`"inf"`). `reference` is A on every screen, `candidate` is B. Each entry of `sites` is a line. Keys
-without a description say what their name says; words are in the [glossary](glossary.md), facts in
-[facts](facts.md). [report.schema.json](report.schema.json) is the same as a JSON Schema, in full,
-with what operators, audit and replicas hold, and the parts that log-probabilities, suites and
-collectives add to a report.
+```console
+$ divergence compare a b --json > report.json
+```
+
+```python
+from divergence import Report
+
+report = Report.load("report.json")  # or compare("a", "b")
+print(report.verdict.kind, report.verdict.onset and report.verdict.onset.site)
+worst = max(report.sites, key=lambda site: site.limit_usage or 0)
+```
+
+`check --json` shares these types; in Python a key is an attribute of the same name (`pass` is
+`pass_`). A number that is no finite one is a string (`"nan"`, `"inf"`). `reference` is A on every
+screen, `candidate` is B. Words are in the [glossary](glossary.md), facts in [facts](facts.md). Here
+are the types that scripts read; [report.schema.json](report.schema.json) has all of them as a JSON
+Schema, each key with its description, and the parts that log-probabilities, suites and collectives
+add to a report.
 """
 
 
@@ -49,14 +60,15 @@ def added() -> dict[str, type[msgspec.Struct]]:
     }
 
 
-INNER = ("OperatorsResult", "AuditResult", "ReplicaCheck")
-"""Types whose own parts stand in the schema alone."""
+SHOWN = """
+    Report Verdict Onset Check Fact SiteResult TruthDiff NonfiniteCount TokensResult TokenDifference
+    Coverage PassCoverage PreflightLine
+""".split()
+"""Types that stand on the page, in their order; the others stand in the schema alone."""
 
 
-def types_of(
-    kind: type[msgspec.Struct], *, closed: tuple[str, ...] = ()
-) -> Iterator[type[msgspec.Struct]]:
-    """The type and those in its fields but for fields of ``closed``, each once, in their order."""
+def types_of(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    """The type and those in its fields, each once, in their order."""
     seen: list[type[msgspec.Struct]] = []
     waiting = [kind]
     while waiting:
@@ -65,8 +77,6 @@ def types_of(
             continue
         seen.append(current)
         yield current
-        if current.__name__ in closed:
-            continue
         for hint in typing.get_type_hints(current).values():
             waiting += [each for each in _inside(hint) if each not in seen]
 
@@ -109,7 +119,8 @@ def page() -> str:
     from divergence import Report
 
     parts = [HEAD]
-    for kind in types_of(Report, closed=INNER):
+    kinds = {kind.__name__: kind for kind in types_of(Report)}
+    for kind in map(kinds.__getitem__, SHOWN):
         about = first_sentence(inspect.getdoc(kind) or "")
         texts = described(kind)
         rows = [f"- `{key}`: {first_sentence(text)}" for key, text in texts.items() if text]

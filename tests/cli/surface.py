@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -92,11 +93,12 @@ def docs_text() -> str:
     parts = [
         "# Commands\n",
         "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
-        f"{', '.join(names)}. Options that mean the same in several commands stand "
-        "[at the end](#options-of-several-commands). `--help` shows more examples.\n",
+        f"{', '.join(names)}. Options of several commands stand "
+        "[at the end](#options-of-several-commands). The first clause of each stands here; "
+        "`divergence COMMAND --help` has all of it, with examples and exit codes.\n",
     ]
     uses = Counter(_option(row) for command in commands().values() for row in describe(command))
-    shared = {row for row, number in uses.items() if number >= 3 and row.startswith("- `-")}
+    shared = {row for row, number in uses.items() if number >= 2 and row.startswith("- `-")}
     for name, command in commands().items():
         parts.append(f"## divergence {name}\n" if name else "## divergence\n")
         arguments = [row for row in describe(command) if not row["names"][0].startswith("-")]
@@ -107,7 +109,7 @@ def docs_text() -> str:
         usage = usage if name else "COMMAND"
         words = ["divergence", name, "[OPTIONS]", usage]
         parts.append("    " + " ".join(word for word in words if word) + "\n")
-        parts.append(inspect.cleandoc(command.help or "") + "\n")
+        parts.append(inspect.cleandoc(command.help or "").split("\n\n")[0] + "\n")
         own = [row for row in [*arguments, *options] if _option(row) not in shared]
         for panel in dict.fromkeys(row["panel"] for row in own):
             if panel:
@@ -116,7 +118,9 @@ def docs_text() -> str:
             parts.append("\n".join(rows) + "\n")
         if others := [f"`{row['names'][0]}`" for row in options if row not in own]:
             parts.append(f"Also {', '.join(others)}.\n")
-        parts.append(_examples(command.epilog or ""))
+        parts.append(_example(command.epilog or ""))
+        if not name:
+            parts.append((command.epilog or "").strip().split("\n\n")[-1] + "\n")
     parts.append("## Options of several commands\n")
     parts.append("\n".join(row for row in uses if row in shared) + "\n")
     parts.append(_settings())
@@ -156,18 +160,23 @@ def _option(row: dict[str, Any]) -> str:
         names = ", ".join(row["names"]) + (f" {row['metavar']}" if row["metavar"] else "")
     else:
         names = row["metavar"]
-    default = row["default"]
-    told = "" if default in (None, "", False) else f" Default: `{default}`."
-    return f"- `{names}`: {row['help']}{told}"
+    default = re.search(r"Default: .*?\.(?=\s|$)", row["help"])
+    told = default[0] if default else f"Default: `{row['default']}`." if row["default"] else ""
+    return f"- `{names}`: {_clause(row['help'])} {told}".rstrip()
 
 
-def _examples(epilog: str) -> str:
-    """The first examples as a code block, what follows them as text."""
-    parts = [part for part in epilog.strip().split("\n\n") if part.strip() != "Examples:"]
-    code = [part.strip() for part in parts if part.strip().startswith("divergence ")]
-    code = "\n".join(code).splitlines()[:3]
-    text = [part.strip() for part in parts if not part.strip().startswith("divergence ")]
-    return "\n".join(["```", *code, "```", "", *text, ""])
+def _clause(text: str) -> str:
+    """The first clause of a help text: up to a full stop, or a colon behind three words."""
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z-])", text)[0]
+    head, _, rest = sentence.partition(": ")
+    short = rest and len(head.split()) > 2 and head.split()[0] not in ("Of", "With", "Under")
+    return f"{head}." if short else sentence
+
+
+def _example(epilog: str) -> str:
+    """The first two examples as a code block."""
+    code = [line.strip() for line in epilog.splitlines() if line.strip().startswith("divergence ")]
+    return "\n".join(["```", *code[:2], "```", ""])
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def check_labels(samples: Sequence[SampleTokens], vocab: int | None = None) -> N
 # Prompts as a user gives them (text, chat messages or token ids), and their token ids.
 #
 # Three file kinds: ``.txt`` (one prompt a line; blank lines skipped), ``.jsonl``
-# (one object a line with ``text``, ``messages`` or ``input_ids``), and ``.json``
-# (a list of such objects). Prompts are tokenized once; afterwards only the ids travel.
+# (one object a line with ``text``, ``messages`` or ``input_ids``, or that value alone), and
+# ``.json`` (a list of such). Prompts are tokenized once; afterwards only the ids travel.
 
 _DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. In numerical analysis, rounding error is",
@@ -179,25 +179,38 @@ _PROMPT_HINT = (
 def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
-    hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"
+    hint = (
+        "a prompts file is .txt (a prompt a line), .jsonl with text, messages or input_ids, or "
+        ".json with a list of them"
+    )
     suffix = path.suffix.lower()
+    values: list[tuple[str, Any]]
     if suffix == ".txt":
-        prompts = [Prompt(text=line) for _, line in text_lines(path, hint)]
+        values = list(text_lines(path, hint))
     elif suffix == ".jsonl":
-        lines = text_lines(path, hint)
-        prompts = [decoded(line, Prompt, "a prompt", where, _PROMPT_HINT) for where, line in lines]
+        values = [
+            (where, decoded(line, Any, "a prompt", where, _PROMPT_HINT))
+            for where, line in text_lines(path, hint)
+        ]
     elif suffix == ".json":
         data = read_bytes(path, most=MAX_LINE_BYTES, error=PromptError, hint=hint)
         content = json_value(data, where=str(path), error=PromptError, hint=hint)
-        try:
-            prompts = msgspec.convert(content, list[Prompt])
-        except (ValueError, RecursionError) as error:
-            raise PromptError(
-                f"not a list of prompts: {error}", where=str(path), hint=hint
-            ) from error
+        if not isinstance(content, list):
+            raise PromptError("not a list of prompts", where=str(path), hint=hint)
+        values = [(f"{path}, prompt {number}", value) for number, value in enumerate(content)]
     else:
         opened(path, error=PromptError, hint=hint).close()  # what is no file is no kind of one
         raise PromptError(f"{path} has an unknown kind {suffix or '(no suffix)'}", hint=hint)
+    prompts = []
+    for where, value in values:
+        if isinstance(value, str):
+            value = {"text": value}
+        elif isinstance(value, list):
+            value = {"messages" if value and isinstance(value[0], dict) else "input_ids": value}
+        try:
+            prompts.append(msgspec.convert(value, Prompt))
+        except (ValueError, RecursionError) as error:
+            raise PromptError(f"not a prompt: {error}", where=where, hint=_PROMPT_HINT) from error
     if not prompts:
         raise PromptError(f"{path} holds no prompts", hint=hint)
     return [

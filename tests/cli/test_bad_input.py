@@ -336,7 +336,9 @@ BAD_PROMPTS = {
     "key.jsonl": ('{"text": "a"}\n{"txt": "b"}\n', ("unknown field `txt`", "line 2")),
     "two.jsonl": ('{"text": "a", "input_ids": [1]}\n', "give exactly one"),
     "none.jsonl": ("{}\n", "give exactly one"),
-    "string.jsonl": ('"abc"\n', "Expected `object`"),
+    "number.jsonl": ("5\n", "Expected `object`"),
+    "mixed.jsonl": ('[1, "a"]\n', "input_ids[1]"),
+    "parts.json": ('["a", ["b"]]', "prompt 1"),
     "blank.jsonl": ('{"text": ""}', "the prompt is empty"),
     "negative.jsonl": ('{"input_ids": [-1]}', "input_ids[0]"),
     "broken.jsonl": ('{"text": "a"\n', "line 1"),
@@ -382,6 +384,15 @@ def test_a_line_separator_inside_a_string_is_no_new_line(invoke, llama, tmp_path
         ]
         assert len(samples) == count
         assert "\u2028" in samples[0]["text"] and "\r" not in samples[-1]["text"]
+
+
+def test_a_prompt_is_what_it_is_without_an_object_around_it(invoke, llama, tmp_path):
+    """A text, a list of token ids, a conversation."""
+    (tmp_path / "plain.json").write_text('["hi", [1, 2, 3], [{"role": "user", "content": "hi"}]]')
+    assert invoke("capture", llama, "-o", "plain", *SHORT, "--prompts", "plain.json")[0] == 0
+    samples = json.loads((tmp_path / "plain/manifest.json").read_text())["tokens"]["samples"]
+    assert samples[0]["text"] == "hi" and samples[1]["prompt_ids"] == [1, 2, 3]
+    assert len(samples) == 3
 
 
 def test_chats_and_tokens_that_the_model_cannot_take(refused, llama, tiny_model, tmp_path):

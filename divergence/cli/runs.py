@@ -245,7 +245,12 @@ def bundle(
     show_document(
         Document(headline=dataclasses.replace(top, facts=[*top.facts, files])),
         output,
-        json=lambda: answer_json(path=out, files=sorted(made.files)),
+        json=lambda: answer_json(
+            path=out,
+            files=sorted(made.files),
+            num_bytes=made.num_bytes,
+            verdict=made.report.verdict,
+        ),
         quiet=out,
     )
 

@@ -733,8 +733,9 @@ def why_nothing(alignment: Alignment) -> Fact:
     if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
         return alignment.notes[0]
     if alignment.skipped:
-        first = alignment.skipped[0]
-        return fact("align.all_skipped", num=len(alignment.skipped), why=first.why)
+        whys = [item.why for item in alignment.skipped]
+        alike = all(why == whys[0] for why in whys)
+        return fact("align.all_skipped", num=len(whys), alike=alike, why=whys[0])
     if alignment.only_reference and alignment.only_candidate:
         reference, candidate = alignment.only_reference[0], alignment.only_candidate[0]
         return fact("align.first_sites", reference=reference.site, candidate=candidate.site)

@@ -240,11 +240,11 @@ def measure_runs(
     # operators are measured before it is told what was compared, tokens with what is left
     measured = replace(measured, operators=numbers_of("operators", measured))
     if not alignment.pairs and measured.operators is None:
+        reason = why_nothing(alignment)
         raise IncomparableError(
-            "nothing was compared: the two runs have no tensor in common "
-            f"({len(a.records)} and {len(b.records)} records)",
+            f"nothing was compared: {sentence(reason)}",
             where=f"{a.path} and {b.path}",
-            hint=sentence(why_nothing(alignment)),
+            hint="--map FILE, if they mean the same" * (reason.code == "align.first_sites") or None,
         )
     if escalated:  # the records that these are of were compared after all
         used = {(r.sample, r.step, r.site) for r in escalated if r.of != "reference"}

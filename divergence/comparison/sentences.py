@@ -319,9 +319,9 @@ SENTENCES: Mapping[str, str] = {
         "pass of {run}, B its free pass, whose inputs each block got in both"
     ),
     # nothing to compare
-    "align.all_skipped": "{num} were skipped, the first because: {why}",
+    "align.all_skipped": "{num} {num:plural tensor} left out{alike:yes=|no=, the first}: {why}",
     "align.first_sites": (
-        "the first sites are {reference} and {candidate}; if they mean the same, give --map FILE"
+        "the two runs have no tensor in common: A's first is {reference}, B's {candidate}"
     ),
     "align.empty_run": "one of the runs is empty",
     # measuring: notes on runs, truths and trusted runs

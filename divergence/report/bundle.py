@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,14 +24,14 @@ from divergence.comparison.result import Report, strict_json
 from divergence.document import Column
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
-from divergence.layout import MAX_WIDTH, Line, cut, fold
+from divergence.layout import cut
 from divergence.report.environment import machine_of
 from divergence.report.localization import page_document
 from divergence.report.screen import screen_lines
 from divergence.report.summary import machine_tables, opening_of
-from divergence.report.text import document_lines
+from divergence.report.text import document_lines, fenced_lines
 from divergence.run.manifest import Environment, Manifest
-from divergence.words import markdown_code, printable
+from divergence.words import markdown_code
 
 # What tells of people and places, taken out of text that is to be sent.
 #
@@ -110,7 +110,6 @@ def _last(path: str) -> str:
     return "" if len(words) == 2 and words[0].lower() in ("home", "users") else words[-1]
 
 
-_MOST_LINES = 200
 _WIDEST = 400
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
@@ -238,12 +237,16 @@ def _markdown(
 ) -> str:
     top = opening_of(report).headline
     lines = [f"# {top.word}", "", _code(top.text), "", "## The comparison", ""]
-    lines += _fenced(screen_lines(report, more="report.json"))
+    lines += fenced_lines(screen_lines(report, more="report.json"))
     # nothing of what is no answer of localize
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         result = msgspec.convert(descent, Localization, strict=False)  # "nan" is a number
         if result.operator is None or result.report is not None:
-            lines += ["## What localize found", "", *_fenced(document_lines(page_document(result)))]
+            lines += [
+                "## What localize found",
+                "",
+                *fenced_lines(document_lines(page_document(result))),
+            ]
     lines += ["## The machines", ""]
     for table in machine_tables({name: machine_of(item) for name, item in machines.items()}):
         columns = [Column(title, _short) for title in table.titles]
@@ -255,13 +258,6 @@ def _markdown(
         lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
     lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
     return "\n".join(lines) + "\n"
-
-
-def _fenced(lines: Sequence[Line]) -> list[str]:
-    pieces = [piece.text for item in lines for piece in fold(item, MAX_WIDTH)]
-    texts = [printable(_short(text)) for text in pieces[:_MOST_LINES]]
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
-    return [fence, *texts, fence, ""]
 
 
 def _code(text: str) -> str:

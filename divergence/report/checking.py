@@ -20,15 +20,15 @@ from divergence.gate.result import Blessing, CheckResult, Failure
 from divergence.layout import cut
 from divergence.report.screen import screen_document, screen_lines
 from divergence.report.summary import VERDICT_STYLES, report_document, unseen
-from divergence.report.text import document_lines
+from divergence.report.text import document_lines, fenced_lines
 from divergence.words import (
     HEADLINES,
     count,
     list_names,
     markdown_code,
-    markdown_text,
     printable,
     share,
+    shortened,
     size,
 )
 
@@ -366,8 +366,7 @@ def _escaped(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    return shortened(printable(text), _WIDEST)
 
 
 def summary_markdown(page: CheckPage) -> str:
@@ -382,13 +381,9 @@ def summary_markdown(page: CheckPage) -> str:
         rows=[(case.rule, case.status, case.text) for case in ordered],
     )
     lines += table.markdown()
-    screen = screen_text(page)
-    if screen:
+    if page.report is not None:
         lines += ["", f"{markdown_code(cut(page.golden, 80))} / {markdown_code(cut(page.new, 80))}"]
-        lines += ["", "<pre>", *(markdown_text(_shortened(line)) for line in screen[:_MOST_ROWS])]
-        if len(screen) > _MOST_ROWS:
-            lines.append(f"{len(screen) - _MOST_ROWS} more lines")
-        lines.append("</pre>")
+        lines += ["", *fenced_lines(screen_lines(page.report))]
     return "\n".join(lines) + "\n\n"
 
 

@@ -52,8 +52,9 @@ from divergence.run.record import Call, Operand, Record, operand_indices
 from divergence.run.site import compile_patterns, natural_key, near_names
 from divergence.words import count, grouped, list_names, shape_text, shortened, size
 
-_OF_MODEL = ("  class", "  attention", "  as found")
+_OF_MODEL = ("  class", "  digest", "  attention", "  run by", "  as found")
 """Facts of a model that -v shows."""
+_MOST_OF_COMMAND = 160
 MAX_CODE = 12
 
 
@@ -81,7 +82,9 @@ def run_document(
         before = "recorded before digests" if manifest.schema_version < 8 else "without digests"
         text = f"{before} of manifest and records: changes to them go unseen"
         top.append(named("", text))
-    top += [named("command", requoted(manifest.command))] if manifest.command else []
+    command = requoted(manifest.command) if manifest.command else ""
+    most = len(command) if verbose else _MOST_OF_COMMAND
+    top += [named("command", shortened(command, most))] if command else []
     top += [named("like", manifest.like)] if manifest.like else []
     top += happened(manifest, every=verbose)
     about = model_facts(manifest)
@@ -237,12 +240,13 @@ def stored(manifest: Manifest) -> str:
 
 def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
     model = manifest.model
-    facts = [("model", model.source + (f" at {model.revision}" if model.revision else ""))]
+    weights = f", {model.num_parameters:,} parameters in {model.dtype}" * bool(model.num_parameters)
+    revision = f" at {model.revision}" if model.revision else ""
+    facts = [("model", f"{model.source}{revision}{weights}")]
     if model.model_class:
         facts.append(("  class", f"{model.model_class}, {model.task}"))
-    if model.num_parameters:
-        weights = f"{model.num_parameters:,} parameters in {model.dtype}, digest {model.digest}"
-        facts.append(("  weights", weights))
+    if model.digest:
+        facts.append(("  digest", f"{model.digest} of the weights"))
     if model.missing:
         text = f"{count(len(model.missing), 'parameter')} not in the checkpoint, so random: "
         facts.append(("  MISSING", text + ", ".join(model.missing[:4])))
@@ -256,7 +260,9 @@ def model_facts(manifest: Manifest) -> list[tuple[str, str]]:
         given = [f"{key}={value}" for key, value in options if value not in (None, "")]
         switches = [f"{key} {value}" for key, value in engine.facts.items() if key != "adapter"]
         given += [f"adapter {engine.facts[key]}" for key in engine.facts if key == "adapter"]
-        facts.append(("  engine", ", ".join([engine.name, engine.version, *given])))
+        plain = engine.name == "transformers" and not given
+        name = "  run by" if plain else "  engine"
+        facts.append((name, ", ".join([engine.name, engine.version, *given])))
         facts += [("  as found", ", ".join(switches))] if switches else []
     return facts + [("  code", text) for text in code_texts(manifest)]
 
@@ -310,8 +316,7 @@ def _records(records: Sequence[Record]) -> Section:
         rows=rows,
     )
     passes = ", ".join(f"{num:,} {name}" for name, num in count_passes(records).items())
-    such = f" such as {rows[len(rows) // 2][0]}" if rows else ""
-    detail = f"{passes}, at {count(len(rows), 'site')}{such}"
+    detail = f"by pass: {passes}; at {count(len(rows), 'site')}"
     return Section(title="records", detail=detail, body=[table])
 
 

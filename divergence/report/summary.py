@@ -232,7 +232,7 @@ _MOST_NAMED = 3
 
 
 def run_text(run: RunSummary) -> str:
-    """``runs/a: llama, bfloat16, on H100``."""
+    """``runs/a: llama, bfloat16, H100``."""
     dtype = run.dtype.removeprefix("torch.")
     what = f"{cut(model_name(run), 40)}, {'dtype unknown' if dtype == UNKNOWN else dtype}"
     if run.model == run.dtype == UNKNOWN:
@@ -241,10 +241,10 @@ def run_text(run: RunSummary) -> str:
 
 
 def _label(run: RunSummary) -> str:
-    """The machine; of what no machine is known of, what it is: ``vLLM endpoint``."""
+    """What it was recorded as: a machine, a setting of `diff`, ``vLLM endpoint``."""
     if not run.label:
         return ""
-    return f" ({run.label})" if UNKNOWN in run.device else f", on {run.label}"
+    return f" ({run.label})" if UNKNOWN in run.device else f", {run.label}"
 
 
 def computed(run: RunSummary) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from divergence.document import Block, Document, Fold, Headline, Section, Sentence, Table, named
@@ -11,12 +12,13 @@ from divergence.layout import (
     Line,
     Span,
     cut,
+    fold,
     heading,
     line,
     next_lines,
     prose,
 )
-from divergence.words import list_names, markdown_code, printable
+from divergence.words import list_names, markdown_code, printable, shortened
 
 _STYLES = {
     "onset": "bold red",
@@ -30,6 +32,8 @@ _STYLES = {
 }
 _MOST_NAMED = 6
 _SIGNS = {"flagged": "!", "wrong": "!", "below": "?"}
+_MOST_LINES, _WIDEST = 200, 400
+"""Of a terminal's lines in Markdown."""
 _LEAST, _LEAST_NAME = 30, 8
 """Letters of a row's last words before they go on below, and of a name that is cut."""
 
@@ -78,6 +82,15 @@ def document_markdown(*documents: Document, made_by: str) -> str:
                     lines += _listed_markdown([block])
         lines += [f"Next: {markdown_code(command)}<br>" for command in whole.next]
     return "\n".join([*lines, "", f"Made by {made_by}."]) + "\n"
+
+
+def fenced_lines(lines: Iterable[Line]) -> list[str]:
+    """Lines of a terminal as a block of code of Markdown, which obeys nothing in them."""
+    pieces = [piece.text for item in lines for piece in fold(item, MAX_WIDTH)]
+    texts = [printable(shortened(text, _WIDEST)) for text in pieces[:_MOST_LINES]]
+    texts += [f"{len(pieces) - _MOST_LINES:,} more lines"] * (len(pieces) > _MOST_LINES)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", "\n".join(texts))), default=0))
+    return [fence, *texts, fence, ""]
 
 
 def _titled_markdown(part: Section | Table) -> list[str]:

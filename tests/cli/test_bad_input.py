@@ -13,6 +13,8 @@ import pytest
 import transformers
 from transformers import LlamaForCausalLM
 
+from divergence import capture
+from divergence.errors import ModelError
 from tests.digests import without_digests
 
 SHORT = ("-q", "--max-new-tokens", "2")
@@ -681,6 +683,19 @@ def test_a_model_whose_code_mixes_dtypes(refused, tmp_path):
         said=("the forward pass failed", "mixes dtypes", "--dtype float32"),
         leaves=("x",),
     )
+
+
+def test_a_forward_that_fails_by_itself_is_sent_nowhere_else(llama, tmp_path, monkeypatch):
+    """What takes pictures or sound may lack them; a language model does not."""
+
+    def failing(*_):
+        raise RuntimeError("no such kernel")
+
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    monkeypatch.setattr(mlp, "forward", failing)
+    with pytest.raises(ModelError, match="the forward pass failed: no such kernel") as caught:
+        capture(llama, out=tmp_path / "a", prompts=["One"], max_new_tokens=1, probe=False)
+    assert caught.value.hint is None
 
 
 def test_a_folder_of_another_library_says_what_takes_it(refused, tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from divergence import Run, capture, compare, record
-from divergence.errors import RunExistsError, UsageError
+from divergence.errors import IncomparableError, RunExistsError, UsageError
 
 
 class Tower(nn.Module):
@@ -581,6 +581,14 @@ def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):
             recording.step(torch.randn(1, 12, 32))
             module.blocks[1][1].weight.data.mul_(1.5)
     assert {site.sample for site in compare(a, tmp_path / "e").sites} == {0}
+    module = Tower().train()
+    with record(module, out=tmp_path / "f", like=a) as recording:
+        for number in range(3):
+            torch.manual_seed(number)
+            module.blocks[1][1].weight.data.mul_(1.5)
+            recording.step(torch.randn(1, 12, 32))
+    with pytest.raises(IncomparableError, match="tensors left out: the weights changed while"):
+        compare(a, tmp_path / "f")
     with record(Tower().train(), out=tmp_path / "d", like=a) as recording:
         recording.repeat()
     report = compare(a, tmp_path / "d")

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ COMMANDS = {
     "inspect": "inspect ops",
     "doctor": "doctor a b",
     "localize": "localize a b --here both -o descent",
+    "bundle": "bundle a b -o sent.zip --force",
     "localize, nothing": "localize a again --here both -o nothing",
     "selfcheck": "selfcheck MODEL --max-new-tokens 2 --only again,batch",
     "sensitivity": "sensitivity a --candidate again --blocks middle --faults scale,bias",
@@ -42,12 +44,16 @@ COMMANDS = {
 OF_DOMAINS = ("doctor", "scores", "quantize", "probe", "losses", "collectives", "weights")
 PAGES = ("localize", "sensitivity", "selfcheck", "scores", "compare", "check")
 """Commands that write a page."""
+NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay", "weights")
+"""Their JSON holds what the sentence is made of, and no sentence."""
 TABLES = ("scores", "doctor")
 """Commands that print Markdown."""
-PATHS = ("probe", "replay")
-"""With --quiet they print the path of the run that they made."""
-NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay", "weights")
-"""Their JSON holds the numbers that the sentence is made of."""
+LABELS = ("95%", "90%", "99%", "report.md", "report.html")
+"""Of intervals, of quantiles and of files: what their JSON has under keys."""
+WHOLE = ("-v", "page", "Markdown")
+"""Faces that hold all of the opening lines."""
+PATHS = ("probe", "replay", "bundle")
+"""With --quiet they print the path of what they made."""
 ELSEWHERE = ("golden", "collectives", "diff", "probe")
 """Of reports test_faces names each fact; what `probe` counts stands under -v one by one."""
 MADE = ("probed", "replayed")
@@ -95,13 +101,38 @@ def facts_of(screen: str) -> list[str]:
     return [part.strip(" -?!>:") for part in parts]
 
 
-def texts(value: object) -> list[str]:
-    """Every text in an answer's JSON."""
+def values(value: object) -> list[object]:
+    """Every text and number in an answer's JSON, and how long each of its lists is."""
     if isinstance(value, dict):
-        return [text for item in value.values() for text in texts(item)]
+        inner = [one for key, item in value.items() for one in (key, *values(item))]
+        return [*inner, len(value)]
     if isinstance(value, list):
-        return [text for item in value for text in texts(item)]
-    return [value] if isinstance(value, str) else []
+        return [*(one for item in value for one in values(item)), len(value)]
+    return [value]
+
+
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def unsaid(part: str, told: str, numbers: list[float]) -> list[str]:
+    """The names and numbers of a part of a screen that its JSON does not hold."""
+    lacking = []
+    for word in re.split(r"[\s,;()/]+", part):
+        word = word.strip(".:!?'\"")
+        if word in LABELS or not re.search(r"\d|\w[._:=]", word) or word.casefold() in told:
+            continue
+        for shown in NUMBER.findall(word) or [word]:
+            plain = shown.replace(",", "")
+            if plain == word and not NUMBER.fullmatch(shown):
+                lacking.append(word)
+                continue
+            mantissa, _, exponent = plain.partition("e")
+            half = 0.51 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+            size = abs(float(plain))
+            ways = (1, 100, 1 / 1024, 1 / 1024**2)
+            if not any(abs(abs(n) * way - size) <= half for n in numbers for way in ways):
+                lacking.append(word)
+    return lacking
 
 
 @pytest.mark.parametrize(
@@ -144,14 +175,23 @@ def test_every_face_begins_with_the_same_answer(made, llama, invoke, monkeypatch
         page.unlink()
     if command[0] in TABLES:
         faces["Markdown"] = html.unescape(re.sub(r"</?\w+>", "", ask("--markdown")))
+    if name == "bundle":
+        with zipfile.ZipFile("sent.zip") as sent:
+            for file in ("README.md", "report.md"):
+                faces[file] = html.unescape(re.sub(r"</?code>", "", sent.read(file).decode()))
     told = facts_of(screen)
     for face in {"-v", "page", "Markdown"}.intersection(faces) if name not in ELSEWHERE else ():
         missing = [part for part in told if words(part) not in words(faces[face])]
         assert not missing, (face, missing)
     for face, text in faces.items():
-        for line in opening[:1] if face == "--quiet" else opening:
+        for line in opening if face in WHOLE else opening[:1]:
             for part in re.split(r"  +", line)[-1].split(": "):
                 assert words(part).rstrip(".;:") in words(text), (face, part)
+    made_of = values(json.loads(ask("--json")))
+    every = words(" ".join(map(str, made_of)))
+    numbers = [float(one) for one in made_of if isinstance(one, int | float)]
+    missing = [(part, lack) for part in told if (lack := unsaid(part, every, numbers))]
+    assert not missing, missing
     if name not in NUMBERS:
-        told = list(map(words, texts(json.loads(ask("--json")))))
-        assert any(text and text in words(screen) and len(text) > 20 for text in told), told
+        long = [words(one) for one in made_of if isinstance(one, str) and len(one) > 20]
+        assert any(one in words(screen) for one in long), long

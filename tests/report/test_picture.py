@@ -52,7 +52,7 @@ def test_it_shows_what_the_page_shows(reports):
     assert "Difference between A and B. Decode: 2 steps" in said
     for key in ("made in this block", "on its own values", "one rounding floor"):
         assert said.count(key) == 2
-    assert "A a: tiny/llama, bfloat16, on host-a" in said
+    assert "A a: tiny/llama, bfloat16, host-a" in said
     colours = {node.get("stroke") or node.get("fill") for node in root.iter(f"{SVG}path")}
     assert {"#1565ab", "#565f6b", "none"} <= colours
     dots = [node for node in root.iter(f"{SVG}circle") if node.get("fill") == "#b93a06"]

@@ -43,6 +43,8 @@ from divergence.run.trust import recorded_engine_options
 
 _TOP = 5
 _KEEP, _POSITIONS = "logits_to_keep", "position_ids"
+NO_TEXT = ("pixel_values", "input_features", "input_values")
+"""Inputs that are no text; where one is a model's main input, it reads none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,12 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
         length = max(len(sample.prompt_ids) for sample in samples)
         config: Any = loaded.module.config
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        hint = "what takes more than tokens runs in Python: capture(model, inputs=[{...}], out=...)"
+        takes = inspect.signature(loaded.module.forward).parameters
+        named = [name for name, each in takes.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        asked = {name for name in named if takes[name].default is inspect.Parameter.empty}
+        more = "what takes more than tokens runs in Python: capture(model, inputs=[{...}], out=...)"
+        others = asked - {"input_ids", "attention_mask"} or takes.keys() & set(NO_TEXT)
+        hint = more if others else None
         if "dtype" in str(error) or "scalar type" in str(error):
             hint = "the model's own code mixes dtypes: --dtype float32"
         if limit is not None and 0 <= limit < length + count:  # XLNet has -1: no limit

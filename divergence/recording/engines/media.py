@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from divergence.errors import DivergenceError, ModelError, PromptError, UsageError, first_line
 from divergence.outside import read_bytes
-from divergence.recording.engines.engine import decoder_start
+from divergence.recording.engines.engine import NO_TEXT, decoder_start
 from divergence.recording.engines.identity import config_values, without_home
 from divergence.recording.engines.load import LoadedModel, load_processor
 from divergence.run.captured import CapturedTensor
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from divergence.recording.request import Request
 
 _MOST_BYTES = 1 << 30
-_NO_TEXT = ("pixel_values", "input_features", "input_values")
-"""Main inputs of models that read no text."""
 _INSTALL = "pip install 'divergence-debug[media]'"
 
 
@@ -66,7 +64,7 @@ class Media:
         that reads none of the prompts as they are."""
         main = getattr(self._loaded.structure, "main_input_name", "input_ids")
         text_alone = [n for n in range(len(samples)) if main not in self._tensors.get(n, {})]
-        if main in _NO_TEXT and text_alone:
+        if main in NO_TEXT and text_alone:
             raise _unread(self._loaded, text_alone[0])
         asked = {
             "--train": request.stepping,
@@ -146,7 +144,7 @@ class Media:
         PromptError, and ModelError for a model without a processor."""
         loaded = self._loaded
         main = getattr(loaded.module, "main_input_name", "input_ids")
-        speaks = loaded.task == "encoder-decoder" and main in _NO_TEXT
+        speaks = loaded.task == "encoder-decoder" and main in NO_TEXT
         if not (speaks or loaded.task == "causal-lm"):
             raise _unread(loaded, number)
         if self._processor is None:
@@ -303,10 +301,10 @@ def _unread(loaded: LoadedModel, number: int) -> ModelError:
         "in Python: capture(model, inputs=[dict(processor(...))], out=...) runs any module on what "
         "its processor makes, and compare takes such runs"
     )
-    if loaded.task != "encoder" and main in _NO_TEXT:
+    if loaded.task != "encoder" and main in NO_TEXT:
         what = "images" if main == "pixel_values" else "audio"
         hint = f'name the file: --prompts FILE.jsonl with {{"{what}": ["..."]}}; {hint}'
-    if main in _NO_TEXT:
+    if main in NO_TEXT:
         return ModelError(f"{name} reads {main}, and prompts hold text", hint=hint)
     return ModelError(
         f"prompt {number} has pictures or sound, and {name} is run on text ({loaded.task})",

@@ -227,22 +227,26 @@ class _Tags(HTMLParser):
 
 
 def test_a_summary_is_small_and_shows_names_as_they_are(failing, hostile, ci):
-    """Tables of rules and the first screen; no tag, link or mention of a run, far below 1 MiB;
-    rendered as GitHub does it has no element that a name brought in."""
+    """Tables of rules, and the first screen as a block of code, outside which there is no tag, link
+    or mention of a run; far below 1 MiB. Rendered as GitHub does it has no element that a name
+    brought in."""
     from markdown_it import MarkdownIt
 
     text = ci(failing).summary
     assert text.startswith("### divergence check: FAILED\n")
     assert "| <code>tolerance&#91;0&#93;</code> | **FAIL** | <code>rel&#95;l2 is " in text
-    assert "DIVERGED: " in text.partition("<pre>")[2]
+    assert "DIVERGED: " in text.partition("```")[2]
     evil = ci(hostile).summary
     assert len(evil.encode()) < 400_000
+    before, screen, after = re.split(r"^`{3,}$", evil, flags=re.M)  # and no other line ends it
+    assert "<script" in screen and "\x1b" not in screen and "\u202e" not in screen
+    outside = before + after
     parser = _Tags()
-    parser.feed(evil)
-    assert parser.tags == {"code", "pre"}
+    parser.feed(outside)
+    assert parser.tags == {"code"}
     assert all(line.count("|") == 4 for line in evil.splitlines() if line.startswith("|"))
     for obeyed in ("<script", "@you", "://", "[a]", "`", "\x1b", "\u202e"):
-        assert obeyed not in evil
+        assert obeyed not in outside
     for summary in (text, evil):
         html = MarkdownIt("gfm-like", {"linkify": False}).render(summary)
         assert html.count("<tr>") > 1 and "<th>" in html

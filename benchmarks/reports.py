@@ -165,7 +165,8 @@ def page(results: list[Result]) -> str:
         for result in mine:
             cause = f"{result.case.report}: {result.case.cause}"
             rows.setdefault((cause, _shown(result).kind, result.grade), []).append(result)
-        lines += [_row(about, results) for (about, _, _), results in rows.items()]
+        times = Counter(about for about, _, _ in rows)
+        lines += [_row(about, each, times[about]) for (about, _, _), each in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -176,20 +177,23 @@ def _shown(result: Result) -> Answer:
     return answer
 
 
-def _row(about: str, results: list[Result]) -> str:
-    """Cases of one cause and one kind of answer, with the first one's answer."""
+def _row(about: str, results: list[Result], times: int) -> str:
+    """Cases of one cause and one kind of answer, with the first one's answer, and its name where
+    the cause has several rows."""
     result, note = results[0], ""
     if result.grade != "right":
         reasons = {text for grade, text in result.grades.values() if grade == result.grade}
         note = f"; **{result.grade}**: {_short('; '.join(sorted(reasons)))}"
-    return f"| {about} | {_cell(_shown(result))}{note} |"
+    name = f"`{result.case.name}`: " if times > 1 else ""
+    return f"| {about} | {name}{_cell(_shown(result))}{note} |"
 
 
 def _cell(answer: Answer) -> str:
     side = {"candidate": "by B", "reference": "by A", "both": "by both", "neither": ""}
     by = side.get(answer.side or "", "")
     kind = "" if answer.kind == "localized" else answer.kind
-    parts = [kind, answer.headline, "" if by in answer.headline else by]
+    said = "" if kind in ("identical", "within_floor") else answer.headline
+    parts = [kind, said, "" if by in said else by]
     return _short(", ".join(part for part in parts if part), _WIDTH)
 
 

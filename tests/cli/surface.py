@@ -118,7 +118,6 @@ def docs_text() -> str:
             parts.append("\n".join(rows) + "\n")
         if others := [f"`{row['names'][0]}`" for row in options if row not in own]:
             parts.append(f"Also {', '.join(others)}.\n")
-        parts.append(_example(command.epilog or ""))
         if not name:
             parts.append((command.epilog or "").strip().split("\n\n")[-1] + "\n")
     parts.append("## Options of several commands\n")
@@ -171,12 +170,6 @@ def _clause(text: str) -> str:
     head, _, rest = sentence.partition(": ")
     short = rest and len(head.split()) > 2 and head.split()[0] not in ("Of", "With", "Under")
     return f"{head}." if short else sentence
-
-
-def _example(epilog: str) -> str:
-    """The first two examples as a code block."""
-    code = [line.strip() for line in epilog.splitlines() if line.strip().startswith("divergence ")]
-    return "\n".join(["```", *code[:2], "```", ""])
 
 
 if __name__ == "__main__":

@@ -37,9 +37,10 @@ def test_every_example_parses(invoke, monkeypatch, tmp_path):
     import shlex
 
     commands = surface.commands()
-    block = re.findall(r"```\n(.*?)```", surface.DOCS.read_text(), re.S)
-    examples = [line.split("  #")[0] for text in block for line in text.splitlines()]
-    assert len(examples) > 10
+    texts = "\n".join(command.epilog or "" for command in commands.values())
+    lines = map(str.strip, texts.splitlines())
+    examples = [line.split("  #")[0] for line in lines if line.startswith("divergence ")]
+    assert len(examples) > 60
     for example in examples:
         words = shlex.split(re.split(r" [|>]+ ", example)[0])
         assert words[0] == "divergence"

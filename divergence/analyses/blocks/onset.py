@@ -62,7 +62,11 @@ def made_at(
     alike = flagged
     if family is not None:  # those of its kind and side, also those that are off in other forwards
         member = family.members[0]
-        alike = [u for u in flagged if u.kind == member.kind and u.side in (None, member.side)]
+        alike = [
+            unit
+            for unit in flagged
+            if unit.kind.any_phase == member.kind.any_phase and unit.side in (None, member.side)
+        ]
     first = min(alike, key=lambda u: order_of(u.first))
     table = None if family is None else _table_behind(measured, family, flagged)
     if table is not None:
@@ -115,7 +119,7 @@ def made_at(
         side = common_side(unit.side for unit in family.members)
         evidence = [_family_evidence(family, unexplained=measured.unexplained), *evidence]
         # who is off: every member, or some; of parameters those of other families, too
-        count, member = max(len(alike), len(family.members)), family.members[0]
+        count = len({unit.block for unit in (*alike, *family.members)})
         num = None if count >= family.num_all else count
         off = fact(
             "family_off",
@@ -124,7 +128,8 @@ def made_at(
             total=family.num_all,
             before=made_before(measured, first),
         )
-        cause = fact("cause_of_kind", decode=_passes_prefill(member, units))
+        decode = all(_passes_prefill(unit, units) for unit in family.members)
+        cause = fact("cause_of_kind", decode=decode)
         beyond = {id(unit) for unit in flagged}
         shared = together(
             member.results[0], [(unit.results[0], id(unit) in beyond) for unit in units]
@@ -133,7 +138,7 @@ def made_at(
             cause = shared.cause
             if len(shared.beyond) > len(family.members):
                 off = fact("rows_off", num=len(shared.beyond), total=shared.total, what=shared.rows)
-        no_rounding = structures or _passes_prefill(member, units)
+        no_rounding = structures or decode
         bits = None if no_rounding else _input_bits(family, units)
         cause = cause if bits is None else fact("cause_inputs", bits=bits)
         scope = None if everywhere else only_in(*alike)
@@ -141,7 +146,7 @@ def made_at(
             cause = fact("cause_special")
             scope = scope.with_values(comma=scope["since"] is not None and not scope["parts"])
         elif scope is not None:  # else its members are off there, too, within their limits
-            every = len(alike) >= len(family.members)
+            every = len({unit.block for unit in alike}) >= len(family.members)
             scope = scope.with_values(comma=True) if every else None
         start = order_of(first.first)  # a block before it is off by another fault
         earlier = [u for u in block_outputs(flagged) if order_of(u.first) < start]

@@ -107,6 +107,11 @@ class Kind(NamedTuple):
     stack: str = ""
     """Of blocks: an encoder's are no controls for a decoder's, which run at other shapes."""
 
+    @property
+    def any_phase(self) -> Kind:
+        """The kind in prefill and decode alike."""
+        return self._replace(phase="")
+
 
 @dataclass(frozen=True, eq=False)
 class Look:
@@ -1637,9 +1642,9 @@ class Family:
 def find_family(
     units: Sequence[JudgedUnit], flagged: Sequence[JudgedUnit], measured: Measured
 ) -> Family | None:
-    """The kind of the onset, where more than half of at least three of its kind are flagged, or off
-    by the same measure as a flagged one, or by more than rounding where nothing lets them differ;
-    or where those that are flagged are most of one type of layer.
+    """The kind of the onset, where more than half of at least three of its kind are flagged, in
+    either phase, or off by the same measure as a flagged one, or by more than rounding where
+    nothing lets them differ; or where those that are flagged are most of one type of layer.
 
     What follows a bad module inside a block is off as well, so the first kind in execution
     order counts. Where every place of its class is off, the class is named alone.
@@ -1650,25 +1655,27 @@ def find_family(
     judged = [unit for unit in judged if unit.kind.role == "block"]
     judged.sort(key=lambda unit: order_of(unit.first))
     for unit in judged:
-        kin = [other for other in units if other.kind == unit.kind]
-        places = places_of(unit)
-        members = [
+        blocks = {other.block for other in units if other.kind.any_phase == unit.kind.any_phase}
+        prompts = {sample for sample, _ in places_of(unit)}
+        off = [
             other
             for other in judged
-            if other.kind == unit.kind
+            if other.kind.any_phase == unit.kind.any_phase
             and other.side in (None, unit.side)  # two faults are no kind
-            and places & places_of(other)
+            and prompts & {sample for sample, _ in places_of(other)}
         ]
+        members = [own[0] for own in grouped(off, lambda each: each.block).values()]
         name = _name(unit, units, judged)
-        off, every = ({str(each.block) for each in some} for some in (members, kin))
-        for type_, blocks in layer_types_of(measured, every).items():
-            if off <= blocks < every and 2 * len(off) > len(blocks) >= FEWEST_SIBLINGS:
-                of_type = fact("blocks.kind_of_type", kind=name, type=type_)
-                return Family(of_type, members, len(blocks))
-        if 2 * len(members) <= len(kin):
+        named = {str(each.block) for each in members}
+        for type_, of_type in layer_types_of(measured, map(str, blocks)).items():
+            if named <= of_type < blocks and 2 * len(named) > len(of_type) >= FEWEST_SIBLINGS:
+                name = fact("blocks.kind_of_type", kind=name, type=type_)
+                return Family(name, members, len(of_type))
+        if 2 * len(members) <= len(blocks):
+            kin = [other for other in units if other.kind == unit.kind]
             members = _off_alike(unit, kin, measured)
-        if 2 * len(members) > len(kin) >= FEWEST_SIBLINGS:
-            return Family(name, members, len(kin))
+        if 2 * len(members) > len(blocks) >= FEWEST_SIBLINGS:
+            return Family(name, members, len(blocks))
     return None
 
 

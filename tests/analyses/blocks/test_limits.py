@@ -345,6 +345,18 @@ def test_a_whole_kind_is_beyond_its_limit_by_as_much_as_its_least(judged):
     assert "5 of 5 Block are beyond their limit, the least by 2.0 ×" in texts
 
 
+def test_a_kind_is_judged_over_prefill_and_decode(judged):
+    """Some blocks are off in their prefill alone, the others in a decode step: all of a kind are,
+    and it is nothing that is kept between steps."""
+    places = [(prompt, step) for prompt in range(3) for step in range(3)]
+    sites = drawn(places, rows=1) | drawn([(prompt, 0) for prompt in range(3)])
+    for block in range(6):
+        change(sites, (block, 0, int(block not in (1, 4))), 40.0)
+    verdict = judged(sites.values()).verdict
+    assert verdict.summary.startswith("every Block differs by more than rounding, from h.1:out on")
+    assert "in prompt 0 alone (of 3)" in verdict.summary and "kept" not in verdict.summary
+
+
 @pytest.mark.parametrize(("others", "kind"), [(1.2, "localized"), (1.4, "undetermined")])
 def test_a_block_beside_others_that_are_off_is_no_answer(judged, others, kind):
     """The first block adds the most to a small stream: what all do wrong is seen there first."""

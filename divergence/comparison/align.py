@@ -738,6 +738,10 @@ def why_nothing(alignment: Alignment) -> Fact:
         return fact("align.all_skipped", num=len(whys), alike=alike, why=whys[0])
     if alignment.only_reference and alignment.only_candidate:
         reference, candidate = alignment.only_reference[0], alignment.only_candidate[0]
+        sides = alignment.only_reference, alignment.only_candidate
+        steps = [{item.step for item in side} for side in sides]
+        if steps[0].isdisjoint(steps[1]):
+            return fact("align.first_steps", reference=min(steps[0]), candidate=min(steps[1]))
         return fact("align.first_sites", reference=reference.site, candidate=candidate.site)
     return fact("align.empty_run")
 

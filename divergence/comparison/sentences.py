@@ -320,6 +320,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     # nothing to compare
     "align.all_skipped": "{num} {num:plural tensor} left out{alike:yes=|no=, the first}: {why}",
+    "align.first_steps": "the two runs have no step in common, first {reference} and {candidate}",
     "align.first_sites": (
         "the two runs have no tensor in common: A's first is {reference}, B's {candidate}"
     ),

@@ -167,7 +167,8 @@ def verdict_headline(report: Report) -> Headline:
     facts = []
     onset = verdict.onset
     if onset is not None:
-        forward = f"decode step {onset.step}" if onset.step else onset.phase
+        word = "decode step" if report.reference.generates else "step"
+        forward = f"{word} {onset.step}" if onset.step else onset.phase
         inner = onset.block is not None and onset.site != f"{onset.block}:out"
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"

@@ -43,6 +43,7 @@ class Bound:
 
 def bounds(measured: Measured) -> Iterator[Bound]:
     """Yields the bound of each site that is judged, in order of execution."""
+    generates = measured.reference.manifest.model.task != "encoder"
     samples = measured.reference.manifest.tokens.samples
     others = measured.candidate.manifest.tokens.samples
     floors: dict[tuple[str, int, int], dict[str, float]] = {}
@@ -55,7 +56,7 @@ def bounds(measured: Measured) -> Iterator[Bound]:
             for every in (samples, others)
             for number in (site.sample,)
         )
-        if is_table(site) or is_mask(site.site) or (site.step and unknown):
+        if is_table(site) or is_mask(site.site) or (site.step and unknown and generates):
             continue
         path = module_of(site.site)
         match = _PART.match(path)

@@ -38,9 +38,15 @@ _FIRST_NUMBER = re.compile(r"[^0-9]*?\.\d+")
 
 
 def manifest_of(
-    surveyed: Survey, *, name: str, like: Run | None, label: str | None, command: str | None
+    surveyed: Survey,
+    *,
+    name: str,
+    dtype: str | None,
+    like: Run | None,
+    label: str | None,
+    command: str | None,
 ) -> Manifest:
-    """Return what is known of the run. ``name``: of the layout."""
+    """Return what is known of the run. ``name``, ``dtype``: of the layout."""
     own = None if like is None else like.manifest
     sites = [surveyed.renamed(site) for site in surveyed.sites]
     logits = "lm_head:out" if own is None else own.plan.logits_site
@@ -58,10 +64,10 @@ def manifest_of(
         tool=f", importing a dump of {name}",
         label=label or f"dump of {name}",
         command=command,
-        dtype=surveyed.dtype,
+        dtype=dtype or surveyed.dtype,
         source=UNKNOWN if own is None else own.model.source,
-        task="causal-lm" if own is None else own.model.task,
-        max_new_tokens=surveyed.num_steps - 1,
+        task=own.model.task if own else "encoder" if surveyed.trains else "causal-lm",
+        max_new_tokens=0 if surveyed.trains else surveyed.num_steps - 1,
         batch=any(len(group) > 1 for group in surveyed.tokens.groups),
     )
 

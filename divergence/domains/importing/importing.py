@@ -103,8 +103,15 @@ def import_dump(
             rules = None if map is None else load_rules(map)
             surveyed = survey(form.read(folder, rules, notes), run, notes)
             manifest = manifest_of(
-                surveyed, name=form.words, like=run, label=label, command=command
+                surveyed,
+                name=form.words,
+                dtype=form.dtype,
+                like=run,
+                label=label,
+                command=command,
             )
+            if form.dtype is not None:
+                notes.say(f"what the model computed in is not told: {form.dtype} is taken")
             with RunWriter(place, manifest, force=force) as writer:
                 write(writer, form.read(folder, rules, Notes()), surveyed, run, notes)
             made = Run.open(place)

@@ -55,6 +55,7 @@ class Survey:
     """Elements by floating dtype."""
     statistics_off: float | None = None
     """The most that the digits of statistics leave open; None where all tensors are there."""
+    trains: bool = False
     prefix: tuple[str, str] = ("", "")
     """What sites of the dump begin with, and what RUN has in its place."""
 
@@ -75,7 +76,8 @@ class Survey:
 class _Prompt:
     """The forwards of one prompt, or of one batch of prompts: rows of ids, as far as seen."""
 
-    forwards: list[int]
+    forwards: dict[int, int]
+    """By its place in the dump, the step of each."""
     rows: list[list[int]] | None
     fed: list[list[int]]
     sample: int | None = None
@@ -91,6 +93,7 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
     num_ids = 0
     for index, forward in enumerate(forwards):
         surveyed.places.append(None)
+        surveyed.trains = forward.trains
         for tensor in forward.tensors:
             surveyed.sites[tensor.site] = None
             if tensor.summary is not None:
@@ -106,7 +109,7 @@ def survey(forwards: Iterator[DumpedForward], like: Run | None, notes: Notes) ->
         if num_ids > _MAX_IDS:
             raise DumpError(f"the dump holds more than {_MAX_IDS:,} token ids", where=forward.where)
         _place(prompts, by_sample, index, forward, rows)
-        if rows is None and index == prompts[-1].forwards[0]:
+        if rows is None and index == min(prompts[-1].forwards):
             prompts[-1].num_tokens = _num_tokens(forward)
     if not surveyed.sites:
         raise DumpError("nothing in the dump is the tensor of a module's input or output")
@@ -168,7 +171,7 @@ def _place(
     elif (_num_tokens(forward) or 0) > 1:
         prompt = None
     wanted = index if forward.sample is None else 0 if prompt is None else len(prompt.forwards)
-    if forward.number != wanted:
+    if not forward.trains and forward.number != wanted:
         raise DumpError(
             f"step {wanted} is missing: in its place comes {forward.number}",
             where=forward.where,
@@ -182,7 +185,7 @@ def _place(
                 where=forward.where,
                 hint="dump the prefill, alone or first",
             )
-        prompt = _Prompt([], rows, [], forward.sample)
+        prompt = _Prompt({}, rows, [], forward.sample)
         prompts.append(prompt)
         if forward.sample is not None:
             by_sample[forward.sample] = prompt
@@ -195,7 +198,7 @@ def _place(
                 hint="send one request at a time while dumping",
             )
         prompt.fed.append([row[0] for row in rows])
-    prompt.forwards.append(index)
+    prompt.forwards[index] = forward.number if forward.trains else len(prompt.forwards)
 
 
 def _number(surveyed: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:
@@ -221,7 +224,7 @@ def _number(surveyed: Survey, prompts: list[_Prompt], like: Run | None, notes: N
         for row in range(len(rows)):
             fed = [step[row] for step in prompt.fed if row < len(step)]
             samples.append(SampleTokens(prompt_ids=rows[row], generated_ids=fed))
-        for step, index in enumerate(prompt.forwards):
+        for index, step in prompt.forwards.items():
             surveyed.places[index] = members[0], step
     surveyed.tokens = Tokens(samples=samples, groups=groups)
 
@@ -248,7 +251,7 @@ def _as_in(
             samples[member] = replace(
                 samples[member], generated_ids=[step[row] for step in prompt.fed if row < len(step)]
             )
-        for step, index in enumerate(prompt.forwards):
+        for index, step in prompt.forwards.items():
             surveyed.places[index] = prompt.sample, step
     if num_left_out:
         plural = "s" if num_left_out > 1 else ""

@@ -11,7 +11,8 @@ side's numbers from the other's, with one fitted value at most:
 - *Top-k, top-p, min-p*: behind them the likeliest tokens hold all of the probability, so that each
   is told by -log S nats too high, where S is what they held before. A list tells how many tokens
   were kept at each place; the rule is the one that kept that many at every place.
-- *Another logarithm*, of base 10 or 2; *a mean*, or *a sum*, in place of each token's own.
+- *Another logarithm*, of base 10 or 2, or *a factor* that lists tell: log p' = k log p with no
+  constant, so that nothing was renormalised; *a mean*, or *a sum*, in place of each token's own.
 - *Another place*: other prompts' rows, the row of the token before or behind.
 - *Another token*: the likeliest one, the one before or behind, the id beside.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ _LEAST_HOLDING = 16
 """Tokens that hold what differs, at least: the participation ratio of its squares."""
 _LEAST_COMMON = 8
 """Tokens by which two prompts' rows are told apart."""
+_BASES = 10, 2
 _SAME_FACTOR = 0.005
 """How far off a factor may be, as a share, and still be that of another base."""
 _NEAR = 10
@@ -114,7 +116,8 @@ class _Tokens:
 
 
 def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
-    """The hypothesis that explains the differences of the two sides, where exactly one does."""
+    """The hypothesis that explains the differences of the two sides, where exactly one does: of all
+    tokens, else of the answers alone, since an engine scores prompts in another way."""
     rows = [(number, *row) for number, pair in enumerate(pairs) for row in pair.rows]
     prompt, place, *both = np.array(rows, np.int64).reshape(-1, 4).T
     values = (
@@ -133,9 +136,27 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
     tokens = _Tokens(
         pairs, prompt[finite], place[finite], np.stack(both)[:, finite], values[:, finite]
     )
-    num = int(finite.sum())
+    if (fitted := _fitted(tokens)) is not None:
+        return fitted
+    own = tokens.place >= np.array([pair.answer_begins for pair in pairs])[tokens.prompt]
+    if own.all() or own.sum() < LEAST_TOKENS:
+        return None
+    answers = _Tokens(
+        pairs, tokens.prompt[own], tokens.place[own], tokens.rows[:, own], tokens.values[:, own]
+    )
+    if (fitted := _fitted(answers)) is None:
+        return None
+    rest = np.diff(tokens.values[:, ~own], axis=0)[0]
+    before, after = (np.append(part, rest) for part in (fitted.before, fitted.after))
+    whole = replace(fitted, before=before, after=after, numbers=None)
+    return whole if whole.left <= _LEAVES else None
+
+
+def _fitted(tokens: _Tokens) -> Hypothesis | None:
+    """The one that leaves least of these tokens' differences, and clearly less than others."""
+    num = len(tokens.prompt)
     for n in sorted({int(n) for n in np.linspace(0, num - 1, min(num, _MOST_LISTS))}):
-        pair = pairs[tokens.prompt[n]]
+        pair = tokens.pairs[tokens.prompt[n]]
         p, q = (
             side.distribution(int(tokens.rows[number, n]))
             for number, side in enumerate((pair.reference, pair.candidate))
@@ -157,7 +178,15 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
 def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
     """A temperature, and what a rule keeps at that temperature: the list of the side that is before
     both tells what the other one says, where it holds nearly all. Else two lists tell the first."""
-    fits, (ratio, x, y) = False, _ratio_of_lists(tokens)
+    ratio, x, y = _ratio_of_lists(tokens)
+    a, b = tokens.values
+    factor = ratio or 1.0
+    what = fact("logprobs.factor", factor=factor, side="candidate")
+    scaled = Hypothesis(what, b - a, b - factor * a, b)
+    fits = abs(factor - 1) < _OTHER or scaled.left <= _LEAVES  # nothing was normalised anew
+    bases = [abs(math.log(math.log(base))) for base in _BASES]
+    if all(abs(abs(math.log(factor)) - size) >= _SAME_FACTOR for size in bases):
+        yield scaled
     for wide, side in enumerate(SIDES[::-1]):
         listed = {n: lists[wide].log for n, lists in tokens.lists.items()}
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
@@ -205,7 +234,7 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
                 if both.left < _CLEARLY * alone.left:
                     fits |= both.left <= _LEAVES
                     yield both
-    if ratio is not None and abs(ratio - 1) >= _OTHER and not fits:
+    if ratio is not None and not fits:
         what = fact(
             "logprobs.temperature",
             temperature=1 / ratio,
@@ -300,7 +329,7 @@ def _numbers(tokens: _Tokens) -> Iterator[Hypothesis]:
     length = np.array(answers, np.float64)[tokens.prompt]
     for source, side in enumerate(SIDES[::-1]):
         x, y = tokens.values[source], tokens.values[1 - source]
-        for base in (10, 2):
+        for base in _BASES:
             # a temperature may lie near, and is another number
             if abs(float(x @ y) / float(x @ x) * math.log(base) - 1) < _SAME_FACTOR:
                 what = fact("logprobs.base", base=base, side=side)

@@ -135,6 +135,7 @@ SENTENCES = {
         "{side:candidate=B's log-probabilities are A's|reference=A's log-probabilities are B's} "
         "renormalised over {rule} {value:.3g} (fitted over {num_tokens:count token})"
     ),
+    "factor": "{side:letter}'s log-probabilities are {factor:.3g} times the other side's",
     "base": "{side:letter}'s log-probabilities are logarithms of base {base}, not natural ones",
     "per_length": (
         "{side:letter}'s log-probabilities are divided by the length of their answer once too often"

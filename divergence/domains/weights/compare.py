@@ -33,6 +33,7 @@ from divergence.domains.weights.relations import Relation, relation, row_digests
 from divergence.domains.weights.result import WeightsRelation, WeightsReport, WeightsSide
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact, with_sentences
+from divergence.outside import json_value, read_bytes
 from divergence.recording.engines.identity import parameter_note
 from divergence.run.manifest import ModelIdentity, ParameterNote, digest_tensor
 from divergence.run.reader import Run
@@ -290,7 +291,8 @@ def _left_over(
                     there = there.T
                 both = (there, own) if side == "candidate" else (own, there)
                 parts.append((part, relation(*both), there))
-            is_plain = layout.num_groups == 1 or IN_GROUPS.search(file_name) is not None
+            grouped = IN_GROUPS.search(file_name)
+            is_plain = layout.num_groups == 1 or grouped is not None
             order: list[Any] = [] if is_plain else [fact("weights.fused_mixed")]
             if layout.num_groups > 1:
                 each = [num // layout.num_groups for num in layout.rows]
@@ -303,6 +305,11 @@ def _left_over(
                     is_plain, order, parts = False, [fact("weights.fused_mixed")], []
                     first = [rows.index(own[0]) for own in each_rows]
                     names = [name for _, name in sorted(zip(first, names, strict=True))]
+            if grouped is not None and grouped[1] == "linear_qkv":
+                heads = _key_heads(a, b)
+                if layout.num_groups != heads and (heads or layout.num_groups == 1):
+                    is_plain = False
+                    order += [", "] * bool(order) + [fact("weights.fused_heads", num=heads)]
             how = fact(
                 "weights.fused",
                 side=side,
@@ -336,6 +343,20 @@ _PACKED = (
     ("_blocks", "MXFP4"),
     (".quant_map", "bitsandbytes"),
 )
+
+
+def _key_heads(*sides: StoredWeights) -> int | None:
+    """How many heads keys have, by a configuration that lies beside a side's weights."""
+    for side in sides:
+        place = Path(side.source).expanduser()
+        file = (place if place.is_dir() else place.parent) / "config.json"
+        if file.is_file():
+            config = json_value(read_bytes(file, error=UsageError), where=str(file))
+            config = config.get("text_config", config) if isinstance(config, dict) else {}
+            for key in ("num_key_value_heads", "num_attention_heads"):
+                if type(num := config.get(key)) is int and num > 0:
+                    return num
+    return None
 
 
 def _copy_of(tensors: dict[str, Stored], name: str) -> str | None:

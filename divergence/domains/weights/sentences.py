@@ -25,6 +25,10 @@ SENTENCES: Mapping[str, str] = {
     "fused": "{names:list  + } of {other:letter} are {whole} of {side:letter}[[, {order}]]",
     "fused_mixed": "their rows mixed",
     "fused_groups": "in {num:,} groups of {rows:list  + } rows",
+    "fused_heads": (
+        "{num:none=as of one head of keys: Megatron takes a group for each head|*=where Megatron "
+        "takes {num} groups, one for each head of keys}"
+    ),
     "fused_otherwise": (
         "where {by:name=loaders take|blocks=other blocks have} {names:list  + }[[, {order}]]"
     ),

@@ -260,6 +260,7 @@ def test_logits_of_llama_debug(tmp_path):
     runs = [import_dump(tmp_path / name, out=tmp_path / f"run-{name}") for name in "ab"]
     assert runs[0].manifest.tokens.samples[0].prompt_ids == [3, 4, 5]
     assert runs[0].find(("free", 0, 0, "lm_head:out")).positions == (2,)
+    assert runs[0].manifest.model.dtype == "bfloat16"  # float32 is what they are written as
     report = compare(*runs)
     assert report.verdict.kind in ("localized", "systematic", "drift"), report.verdict.summary
 

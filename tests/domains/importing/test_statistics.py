@@ -206,6 +206,20 @@ def test_what_is_damaged_is_refused(name, text, words, tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_iterations_of_a_training_are_aligned_by_their_numbers(captured, tmp_path):
+    """Two logs of which one begins later: what both have is compared, and the rest is told."""
+    runs = {}
+    for name, iterations in (("a", (5, 10, 15)), ("b", (10, 15, 20)), ("wrong", (15,))):
+        write_iterations(iterations, tmp_path / f"log-{name}", fault=1.3 if name == "wrong" else 1)
+        runs[name] = import_dump(tmp_path / f"log-{name}", out=tmp_path / name)
+    report = compare(runs["a"], runs["b"])
+    assert report.verdict.headline[0].code == "blocks.statistics_show_nothing"
+    assert {site.step for site in report.sites} == {10, 15} and len(report.sites) == 4
+    assert report.coverage.num_only_reference == report.coverage.num_only_candidate == 2
+    onset = compare(runs["b"], runs["wrong"]).verdict.onset
+    assert (onset.site, onset.step) == ("layers.1.mlp:out", 15)
+
+
 @pytest.mark.parametrize("name", ["sglang", "msprobe_csv"])
 def test_a_distance_shows_what_statistics_do_not(name, captured, tmp_path):
     """Tokens change places: norms, means and extremes stay, and both tools passed it. What rounding
@@ -406,6 +420,18 @@ def write_engine(run, folder):
                 f"iteration={step:06d} \t\t\t\t value={value:.8f}"
             )
     (place / "nvdlfw_inspect_globalrank-0.log").write_text("\n".join(lines))
+
+
+def write_iterations(iterations, folder, fault):
+    """Transformer Engine's of two modules, each iteration with an input of its own."""
+    folder.mkdir()
+    lines = [
+        f"layers.{block}.mlp_output_{what} iteration={number:06d} value={value:.8f}"
+        for number in iterations
+        for block in range(2)
+        for what, value in (("std", number * fault**block), ("mean", 0.5))
+    ]
+    (folder / "nvdlfw_inspect_globalrank-0.log").write_text("\n".join(lines))
 
 
 @form

@@ -168,6 +168,59 @@ def test_numbers_at_another_place_are_named(sides, place, noise):
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
 
 
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (0.5, "B's log-probabilities are 0.5 times"),
+        (1 / math.log(2), "B's log-probabilities are logarithms of base 2"),
+    ],
+)
+def test_a_factor_is_no_temperature_where_lists_tell_it(sides, factor, words):
+    """Lists that are scaled too are no distributions: nothing was normalised anew."""
+    logits, tokens = model()
+    log_p = logits.log_softmax(-1)
+    x = chosen(log_p, tokens)
+    report = sides(tokens, x, noisy(factor * x, 0.005), log_p, factor * log_p)
+    assert report.verdict.summary.startswith(words), report.verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x.roll(1, -1), "B's log-probabilities stand one token too late"),
+        (lambda x: x / math.log(10), "B's log-probabilities are logarithms of base 10"),
+    ],
+)
+def test_answers_alone_may_be_told_otherwise(tmp_path, change, words):
+    """Saved answers with ``prompt_logprobs``, which are scored in another way and are equal."""
+    import_dump = pytest.importorskip("divergence.domains.importing.importing").import_dump
+    logits, tokens = model()
+    x, runs = chosen(logits.log_softmax(-1), tokens), []
+    for name, values in (("a", x), ("b", noisy(change(x), 1e-3))):
+        answers = [
+            {
+                "object": "text_completion",
+                "choices": [
+                    {
+                        "text": "",
+                        "logprobs": {
+                            "tokens": [f"token_id:{token}" for token in ids],
+                            "token_logprobs": row,
+                        },
+                        "token_ids": ids,
+                        "prompt_token_ids": [prompt, 1],
+                        "prompt_logprobs": [None, {"1": {"logprob": -1.0}}],
+                    }
+                ],
+            }
+            for prompt, (row, ids) in enumerate(zip(values.tolist(), tokens.tolist(), strict=True))
+        ]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, answers)))
+        runs.append(import_dump(path, out=tmp_path / name))
+    assert compare(*runs).verdict.summary.startswith(words)
+
+
 def one_place(logits):
     """Twice as large at one token of one prompt."""
     changed = logits.clone()

@@ -577,21 +577,21 @@ def test_what_a_narrower_format_does_not_hold_is_no_rounding(changed):
         shutil.rmtree(folder)
 
 
-def megatron(tensors, rank):
-    """What one of two ranks of Megatron stores."""
+def megatron(tensors, rank, num_ranks=2, num_groups=2):
+    """What one of the ranks of Megatron stores, in a group for each head of keys."""
     kept = {}
     for name, tensor in tensors.items():
         path, end = name.removeprefix("model.").rsplit(".", 1)
         path = f"decoder.{path}" if "layers." in path else path
         if "q_proj" in name:
             parts = [tensors[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
-            whole = torch.cat([part.view(2, -1, 64) for part in parts], 1).reshape(-1, 64)
+            whole = torch.cat([part.view(num_groups, -1, 64) for part in parts], 1).reshape(-1, 64)
             path = path.replace("self_attn.q_proj", "self_attention.linear_qkv")
-            kept[f"{path}.{end}"] = whole.chunk(2)[rank].clone()
+            kept[f"{path}.{end}"] = whole.chunk(num_ranks)[rank].clone()
         elif "gate_proj" in name:
             both = [tensor, tensors[name.replace("gate", "up")]]
             path = path.replace("gate_proj", "linear_fc1")
-            kept[f"{path}.{end}"] = torch.cat([part.chunk(2)[rank] for part in both])
+            kept[f"{path}.{end}"] = torch.cat([part.chunk(num_ranks)[rank] for part in both])
         elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
             axis = None if "norm" in name else int("o_proj" in name or "down_proj" in name)
             for own, there in (
@@ -605,7 +605,7 @@ def megatron(tensors, rank):
                 path = path.replace(own, there)
             path = "decoder.final_layernorm" if path == "norm" else path
             name = path if path.endswith("layer_norm_weight") else f"{path}.{end}"
-            kept[name] = (tensor if axis is None else tensor.chunk(2, axis)[rank]).clone()
+            kept[name] = (tensor if axis is None else tensor.chunk(num_ranks, axis)[rank]).clone()
     return kept
 
 
@@ -638,6 +638,27 @@ def test_ranks_of_megatron_are_the_model(original, tmp_path):
         in texts
     )
     assert report.matching == ["names of B are Megatron's, read as transformers' own"]
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "told", "words"),
+    [
+        (1, True, "linear_qkv of B, where Megatron takes 2 groups, one for each head of keys"),
+        (4, True, "in 4 groups of 16 + 8 + 8 rows, where Megatron takes 2 groups"),
+        (1, False, "linear_qkv of B, as of one head of keys: Megatron takes a group for each head"),
+    ],
+)
+def test_megatron_s_groups_are_as_many_as_heads_of_keys(
+    original, tmp_path, num_groups, told, words
+):
+    """A conversion that put queries, keys and values one after another is another model there."""
+    tensors = load_file(original / "model.safetensors")
+    a = original if told else tmp_path / "a.safetensors"
+    if not told:
+        save_file(tensors, a)
+    save_file(megatron(tensors, 0, 1, num_groups), tmp_path / "b.safetensors")
+    report = divergence.compare_weights(a, tmp_path / "b.safetensors")
+    assert not report.same and words in report.relations[0].text
 
 
 def test_stages_of_megatron_s_pipeline_are_one_model(original, tmp_path):

@@ -26,6 +26,8 @@ class Layout:
     """Its forwards in order. Raises DumpError. It is called twice: to check, then to write."""
     scores: Callable[[DumpFolder, FieldMap | None, Notes], Scored] | None = None
     """All log-probabilities in it. Raises DumpError."""
+    dtype: str | None = None
+    """What models are taken to compute in, where tensors are written wider than that."""
     takes_map: bool = False
     """May a map say what its names or fields are?"""
 

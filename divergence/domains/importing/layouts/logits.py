@@ -1,8 +1,8 @@
 """Logits and caches of engines that have no modules.
 
 ``LLAMA_DEBUG``: llama.cpp's ``llama-debug --save-logits`` and examples/model-conversion:
-``llamacpp-MODEL.bin`` (or ``pytorch-MODEL.bin``) holds float32 logits of the last token, or of all;
-``...-tokens.bin`` beside it the prompt's ids as int32.
+``llamacpp-MODEL.bin`` (or ``pytorch-MODEL.bin``) holds logits of the last token, or of all, as
+float32, whatever they were computed in; ``...-tokens.bin`` beside it the prompt's ids as int32.
 
 ``EDGE``: TensorRT-Edge-LLM's layer debugger, one safetensors file: ``round_R.logits`` (B, V) and
 ``round_R.layer_I.kv`` (B, 2, heads, longest, width), of which ``round_R.context_lengths`` (B) are
@@ -111,5 +111,7 @@ def _read_edge(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterato
         yield DumpedForward(where=where, tensors=tensors, number=number)
 
 
-LLAMA_DEBUG = Layout(words="llama-debug's logits", recognise=holding(_BINARY), read=_read_debug)
+LLAMA_DEBUG = Layout(
+    words="llama-debug's logits", recognise=holding(_BINARY), read=_read_debug, dtype="bfloat16"
+)
 EDGE = Layout(words="TensorRT-Edge-LLM's layer debugger", recognise=_is_edge, read=_read_edge)

@@ -9,8 +9,8 @@ half a unit of its last digit.
 ``rank_N_activations.log`` of its numerics debugging, and torch's DebugMode in that style: blocks of
 ``[NAME/op_0_mm]``, ``Shape: ..., Dtype: ...``, ``L2 norm: ...``. ``TRANSFORMER_ENGINE``: the lines
 ``LAYER_activation_std iteration=000100 value=1.00`` of nvidia-dlfw-inspect, which tell no shape and
-no dtype. ``COMPARED``: what msprobe (CSV) or SGLang (JSON lines) wrote of two dumps, of which each
-side's statistics are a run.
+no dtype; an iteration is the step of its number. ``COMPARED``: what msprobe (CSV) or SGLang (JSON
+lines) wrote of two dumps, of which each side's statistics are a run.
 """
 
 from __future__ import annotations
@@ -178,9 +178,14 @@ _NOTHING = _summary(None, None, None, None, None, None, num_nan=0)
 
 
 def _forwards(
-    folder: DumpFolder, rows: Iterable[tuple[Any, str, Dumped | None]], notes: Notes
+    folder: DumpFolder,
+    rows: Iterable[tuple[Any, str, Dumped | None]],
+    notes: Notes,
+    *,
+    trains: bool = False,
 ) -> Iterator[DumpedForward]:
-    """Yield the forwards of rows (forward, where, tensor), in order whatever they are called."""
+    """Yield the forwards of rows (forward, where, tensor), in order whatever they are called; those
+    of a training by their numbers."""
     notes.say(_ONE_SIDED)
     forwards: dict[Any, list[Dumped]] = {}
     places: dict[Any, str] = {}
@@ -200,7 +205,8 @@ def _forwards(
     rest = iter(with_digits([kept for key in sorted(forwards) for kept in forwards[key]]))
     for index, key in enumerate(sorted(forwards)):
         tensors = list(itertools.islice(rest, len(forwards[key])))
-        yield DumpedForward(where=places[key], tensors=tensors, number=index)
+        number = key if trains else index
+        yield DumpedForward(where=places[key], tensors=tensors, number=number, trains=trains)
 
 
 def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -360,14 +366,12 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
                 if key is not None:
                     place = (int(match["number"]), rank, match["name"], _PORTS[match["what"]])
                     numbers.setdefault(place, {})[key] = match["value"]
-        if first := min((place[0] for place in numbers), default=0):
-            notes.say(f"it begins at iteration {first}, as the other side's is to")
         for (iteration, rank, path, port), values in numbers.items():
             figures: dict[str, Any] = values  # by the names of kept_of's parameters
             kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **figures)
             yield iteration, folder.where(files[rank]), kept
 
-    yield from _forwards(folder, rows(), notes)
+    yield from _forwards(folder, rows(), notes, trains=True)
 
 
 # What msprobe or SGLang wrote of two dumps.

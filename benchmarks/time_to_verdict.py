@@ -42,7 +42,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -438,13 +438,17 @@ OVERHEAD: dict[str, list[object]] = {
 }
 
 
-def overhead(rounds: int, pythons: Sequence[str]) -> None:
-    """Of this checkout alone."""
-    program = Path(__file__).with_name("capture_overhead.py")
+def overhead(rounds: int, pythons: Sequence[str], checkouts: Mapping[str, Path]) -> None:
+    """Each checkout's program, one after another: in each the bare model takes turns. Of an earlier
+    one its own ways alone; the limits and the other tools are the same."""
     for name, options in OVERHEAD.items():
-        print(f"\n{name}\n", flush=True)
-        words = [sys.executable, program, "--rounds", rounds, *options, "--python", *pythons]
-        subprocess.run(list(map(str, words)), check=True)
+        for label, checkout in checkouts.items():
+            print(f"\n{name}, {label}\n", flush=True)
+            program = checkout / "benchmarks" / "capture_overhead.py"
+            words = [sys.executable, program, "--rounds", rounds, *options]
+            words += ["--python", *pythons] if label == "now" else ["--ways", *SMALL[1:]]
+            env = {**os.environ, "PYTHONPATH": str(checkout)}
+            subprocess.run(list(map(str, words)), check=True, env=env, cwd=checkout)
 
 
 def slope(sizes: list[int], values: list[float]) -> float:
@@ -478,7 +482,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for part in args.only:
             if part == "overhead":
-                overhead(args.rounds, args.python)
+                overhead(args.rounds, args.python, checkouts)
                 continue
             {"commands": commands, "pairs": pairs, "growth": growth}[part](
                 Path(name), args.rounds, checkouts

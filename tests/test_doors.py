@@ -33,7 +33,7 @@ INSIDE = {
         experiments.sensitivity fleet.many gate.policy""",
     "what is printed, of answers that no two runs give": """
         comparison.advice domains.doctor.show domains.quantization.show domains.suite.result
-        domains.view.app report.bundle report.summary report.text""",
+        domains.view.app report.bundle report.text""",
     "arithmetic and plans that are held against an oracle, without a run": """
         cli.demo domains.collectives.capturing domains.collectives.cases domains.probe.additions
         domains.probe.quick domains.quantization.coding domains.quantization.model
@@ -51,7 +51,7 @@ INSIDE = {
         cli.streams comparison.measure.processes domains.logprobs.endpoints.capture
         domains.logprobs.endpoints.client domains.scores.formats.lm_eval
         domains.training.recording.step experiments.diff experiments.localization.machine
-        experiments.selftest recording.api
+        experiments.selftest
         recording.engines.many_steps recording.keeper recording.machine
         recording.passes recording.processes recording.widening run.remote run.storage
         run.target""",

@@ -1329,6 +1329,12 @@ class Answer(JsonAnswer):
         written: Path = _by_name("output").write_output(self.html(), path, what="page")
         return written
 
+    def to_markdown(self) -> str:
+        """What its page says in words and tables, to paste into an issue: text that a run names
+        obeys nothing there."""
+        text: str = _by_name("report", "page").markdown_of(self)
+        return text
+
     def _repr_html_(self) -> str:
         text: str = _by_name("report", "page").notebook_of(self)
         return text

@@ -47,9 +47,11 @@ def has_compiled() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def kernel_for(num_bytes: int) -> Kernel:
-    """The faster one for ``num_bytes`` of tensors, both sides."""
-    return "compiled" if num_bytes >= WORTH_BYTES and has_compiled() else "numpy"
+def kernel_for(num_bytes: int, *, memory_bytes: int | None = None) -> Kernel:
+    """The faster one for ``num_bytes`` of tensors, both sides; compiled loops only where their own
+    memory is a small part of ``memory_bytes``."""
+    fits = memory_bytes is None or memory_bytes >= 4 * RESIDENT_BYTES
+    return "compiled" if fits and num_bytes >= WORTH_BYTES and has_compiled() else "numpy"
 
 
 def chosen(kernel: Kernel, *formats: Format) -> Kernel:

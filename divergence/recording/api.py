@@ -28,7 +28,7 @@ from divergence.domain import hook_places, placed, sources
 from divergence.errors import ModelError, RenamedWarning, UsageError
 from divergence.numerics.sketches import sketch_tensor
 from divergence.numerics.summary import summarize
-from divergence.numerics.sums import RESIDENT_BYTES, Kernel, kernel_for
+from divergence.numerics.sums import kernel_for
 from divergence.options.commands import (
     GROUPS,
     BatchOptions,
@@ -941,7 +941,7 @@ class Capture:
         """The writer of this rank's part of ``out``, and its keeper, which fills its buffer.
         ``num_bytes``: of tensors, about as many as will be seen."""
         request, device, ranks = self.request, self.loaded.device, self.ranks
-        kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
+        kernel = kernel_for(num_bytes, memory_bytes=request.buffer_bytes)
         if kernel == "compiled":  # loaded now: the writer's thread would keep Python's lock for it
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 tensor = torch.ones(1, 16, dtype=dtype)
@@ -1075,9 +1075,3 @@ def _tokens_of(
     for sample, there in zip(samples, recorded.samples, strict=True):
         sample.num_left_pad, sample.num_right_pad = there.num_left_pad, there.num_right_pad
     return samples, recorded.groups, forced
-
-
-def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
-    """Compiled loops where they pay, and where their memory is a small part of the buffer, in whose
-    bound it is."""
-    return kernel_for(num_bytes) if buffer_bytes >= 4 * RESIDENT_BYTES else "numpy"

@@ -40,6 +40,7 @@ from divergence.report.summary import (
     states,
     verdict_headline,
 )
+from divergence.report.text import document_markdown
 
 
 def page(
@@ -143,6 +144,12 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     if answer.report is None:
         return _framed(answer, documents, made_by=__version__)
     return page(answer.report, background, above=documents[0], command_name=answer.COMMAND)
+
+
+def markdown_of(answer: Answer) -> str:
+    """The documents of the page, as Markdown."""
+    documents = [document(answer)] if isinstance(answer, Report) else _documents_of(answer)
+    return document_markdown(*documents, made_by=f"`divergence {answer.COMMAND}` {__version__}")
 
 
 def _documents_of(answer: Answer) -> list[Document]:

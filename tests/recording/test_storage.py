@@ -17,8 +17,7 @@ import torch
 
 from divergence import Run, capture
 from divergence.errors import RunWriteError
-from divergence.numerics.sums import RESIDENT_BYTES, WORTH_BYTES, has_compiled
-from divergence.recording import api as room
+from divergence.numerics.sums import RESIDENT_BYTES, WORTH_BYTES, has_compiled, kernel_for
 from divergence.recording.engines.sessions import about_bytes
 from divergence.recording.keeper import BufferKeeper
 from divergence.run import target as directory_target
@@ -331,7 +330,7 @@ def test_the_volume_is_near_what_is_seen(shared_run):
 def test_compiled_loops_where_they_pay_and_fit(monkeypatch, num_bytes, buffer_bytes, kernel):
     """Many bytes, and a buffer of which the loops' own memory is a small part."""
     monkeypatch.setattr("divergence.numerics.sums.has_compiled", lambda: True)
-    assert room._kernel(num_bytes, buffer_bytes=buffer_bytes) == kernel
+    assert kernel_for(num_bytes, memory_bytes=buffer_bytes) == kernel
 
 
 def test_compiled_loops_are_within_the_bound():

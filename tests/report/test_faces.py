@@ -17,8 +17,6 @@ from divergence.comparison.result import Visible
 from divergence.gate.policy import Policy
 from divergence.options.commands import RecordOptions
 from divergence.report.bundle import Redaction, bundle_files
-from divergence.report.summary import document
-from divergence.report.text import document_markdown
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
@@ -126,9 +124,8 @@ def test_each_fact_of_the_screen_stands_on_every_face(
         reference = first(case)
         candidate = capture(like=reference, out=tmp_path / "b", probe=False, **RUNS[case])
     report = compare(reference, candidate)
-    markdown = document_markdown(document(report), made_by="compare")
     shown = {face: words(text) for face, text in faces(report).items() if face != "notebook"}
-    shown["Markdown"] = words(html.unescape(re.sub(r"<[^>]*>", "", markdown)))
+    shown["Markdown"] = words(html.unescape(re.sub(r"<[^>]*>", "", report.to_markdown())))
     first_line, *rest = lines_of(report)
     told = {"answer": first_line.partition(": ")[2]}
     for line in rest[: rest.index("next") if "next" in rest else None]:

@@ -43,16 +43,14 @@ def doctor(
         raise UsageError("--json and --markdown both want stdout", hint="leave one out")
     from divergence.domains.doctor.doctor import doctor as examine
     from divergence.domains.doctor.show import checkup_document
-    from divergence.report.text import document_markdown
 
     options = {**settings("compare"), **options}
     with progress_bars(quiet=output.silent or markdown) as progress:
         checkup = examine(reference, candidate, progress=progress, **options)
-    document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose or markdown)
     if markdown:
-        made_by = f"`divergence doctor --markdown` {checkup.tool_version}"
-        show(document_markdown(document, made_by=made_by))
+        show(checkup.to_markdown())
     else:
+        document = checkup_document(checkup, brief=output.quiet, verbose=output.verbose)
         show_document(document, output, json=partial(checkup.to_json, indent=2))
     if exit_code:
         exit_with(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

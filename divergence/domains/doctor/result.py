@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from divergence.comparison.result import JsonAnswer, RunSummary, Verdict
+from divergence.comparison.result import Answer, RunSummary, Verdict
 from divergence.facts import Fact, Worded
 
 PointName = Literal[
@@ -57,9 +57,11 @@ class Rung(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The command to run where the rung fails, or where it is unknown and more can be known."""
 
 
-class Checkup(msgspec.Struct, JsonAnswer, Worded, frozen=True, kw_only=True):
+class Checkup(msgspec.Struct, Answer, Worded, frozen=True, kw_only=True):
     """The answer of `doctor`."""
 
+    COMMAND: ClassVar[str] = "doctor"
+    DOCUMENTS: ClassVar[str] = "divergence.domains.doctor.show:page_document"
     TEXTS: ClassVar[Mapping[str, str]] = {"notes": "facts"}
 
     schema_version: int = 1

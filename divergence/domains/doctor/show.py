@@ -52,6 +52,11 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     )
 
 
+def page_document(checkup: Checkup) -> Document:
+    """That of a page: everything."""
+    return checkup_document(checkup, verbose=True)
+
+
 def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool) -> Table:
     """Make the table, without what passes or another rung explains unless ``every`` is set."""
     shown = [row for row in rows if every or row[0] in ("fail", "unknown")]

@@ -122,7 +122,6 @@ def scores(
     from divergence.domains.scores.scores import scores
     from divergence.domains.scores.show import scores_csv, scores_documents
     from divergence.layout import BLANK, print_lines
-    from divergence.report.text import document_markdown
 
     with progress_bars(quiet=output.silent or markdown) as progress:
         report = scores(reference, *candidates, progress=progress, **options)
@@ -133,9 +132,7 @@ def scores(
     if output.json:
         show(report.to_json(indent=2))
     elif markdown:
-        documents = scores_documents(report, verbose=True)
-        made_by = f"`divergence scores --markdown` {report.tool_version}"
-        show(document_markdown(*documents, made_by=made_by))
+        show(report.to_markdown())
     elif str(csv) != "-":
         for number, document in enumerate(scores_documents(report, verbose=output.verbose)):
             print_lines([BLANK] if number and not output.quiet else [])

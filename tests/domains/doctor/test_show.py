@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import divergence
 from divergence.domains.doctor.show import checkup_document
-from divergence.report.text import document_lines, document_markdown, headline_lines
+from divergence.report.text import document_lines, headline_lines
 
 NASTY = "x|y `rm` <b>@all</b> #1 [a](javascript:1) ![i](http://e.com) **b** _c_ \\| $m$ :tada:"
 
@@ -31,11 +31,6 @@ def nasty(checkup, text):
         verdict=replace(checkup.verdict, summary=text),
         notes=[text],
     )
-
-
-def markdown(checkup):
-    whole = checkup_document(checkup, verbose=True)
-    return document_markdown(whole, made_by="`divergence doctor --markdown` 1")
 
 
 def test_the_answer_is_short(checkup):
@@ -66,7 +61,7 @@ def test_brief_is_the_verdict_and_what_fails(checkup):
 @pytest.mark.parametrize("text", [NASTY, "a\nb", "\x1b[31m", "www.evil.com", "é 汉字 \u202e"])
 def test_markdown_obeys_no_name(checkup, text):
     """Whatever a run is called, the tables keep their rows and columns, and show it as it is."""
-    plain, shown = (markdown(one).splitlines() for one in (checkup, nasty(checkup, text)))
+    plain, shown = (one.to_markdown().splitlines() for one in (checkup, nasty(checkup, text)))
     assert len(plain) == len(shown)
     for one, two in zip(plain, shown, strict=True):
         assert one.count("|") == two.count("|")
@@ -81,8 +76,8 @@ def test_markdown_obeys_no_name(checkup, text):
 
 def test_markdown_ends_with_who_made_it(checkup):
     """So that a reader can make it again."""
-    text = markdown(checkup)
-    assert "`divergence doctor --markdown`" in text
+    text = checkup.to_markdown()
+    assert "`divergence doctor`" in text
     assert "| FAIL | prefill | <code>the error is made at model.layers.1:out" in text
     assert "<code>A" not in text.splitlines()[0]
 

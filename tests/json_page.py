@@ -61,8 +61,7 @@ def added() -> dict[str, type[msgspec.Struct]]:
 
 
 SHOWN = """
-    Report Verdict Onset Check Fact SiteResult TruthDiff NonfiniteCount TokensResult TokenDifference
-    Coverage PassCoverage PreflightLine
+    Report Verdict Onset Check Fact SiteResult TruthDiff TokensResult TokenDifference Coverage
 """.split()
 """Types that stand on the page, in their order; the others stand in the schema alone."""
 

@@ -113,7 +113,7 @@ class Walk:
             code, out, err = self.ask(shlex.join(words[1:]), words[0])
             if code not in (0, 1) and ELSEWHERE.search(err + out):
                 self.elsewhere.append(command)
-                self.missing |= {made[1]} if made is not None else set()
+                self.missing |= {places.get(made[1], made[1])} if made is not None else set()
             elif code not in (0, 1):
                 self.tried[command] = f"exit {code}: {err.strip()}"
             elif command in offered(out) and "OTHER" not in command:

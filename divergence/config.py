@@ -146,13 +146,14 @@ def decode(tables: Mapping[str, Any], kind: type[_T], *, where: str) -> _T:
         text, _, path = str(error).partition(" - at `")
         keys = path.rstrip("`").removeprefix("$").removeprefix(".")
         unknown = re.search(r"unknown field `(.+)`", text)
-        hint = None
+        node = msgspec.inspect.type_info(kind)  # of a key path such as tolerance[...].x
+        for part in filter(None, re.split(r"\.|\[.*?\]", keys)):
+            types = {field.encode_name: field.type for field in getattr(node, "fields", ())}
+            node = _named_in(types.get(part, node))
+        values = map(str, getattr(node, "values", ()))
+        hint = f"one of {', '.join(values)}" if text.startswith("Invalid enum") else None
         if unknown:
             key = unknown[1]
-            node = msgspec.inspect.type_info(kind)  # of a key path such as tolerance[...].x
-            for part in filter(None, re.split(r"\.|\[.*?\]", keys)):
-                types = {field.encode_name: field.type for field in getattr(node, "fields", ())}
-                node = _struct_in(types.get(part, node))
             names = sorted(field.encode_name for field in getattr(node, "fields", ()))
             text = f"unknown key {key!r}"
             hint = did_you_mean(key, names, then=f"keys here: {', '.join(names)}")
@@ -160,15 +161,12 @@ def decode(tables: Mapping[str, Any], kind: type[_T], *, where: str) -> _T:
         raise ConfigError(f"{text[:1].lower()}{text[1:]}", where=place, hint=hint) from error
 
 
-def _struct_in(node: Any) -> Any:
-    """The struct inside ``list[...]``, ``tuple[..., ...]`` or ``... | None``."""
-    if isinstance(node, msgspec.inspect.StructType):
-        return node
-    for inner in filter(None, [getattr(node, "item_type", None), *getattr(node, "types", ())]):
-        struct = _struct_in(inner)
-        if isinstance(struct, msgspec.inspect.StructType):
-            return struct
-    return node
+def _named_in(node: Any) -> Any:
+    """The struct or the literal inside ``list[...]``, ``tuple[..., ...]`` or ``... | None``."""
+    kinds = msgspec.inspect.StructType, msgspec.inspect.LiteralType
+    inner = filter(None, [getattr(node, "item_type", None), *getattr(node, "types", ())])
+    parts = map(_named_in, () if isinstance(node, kinds) else inner)
+    return next((part for part in parts if isinstance(part, kinds)), node)
 
 
 def load_settings(

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from divergence.cli.answers import (
     answer_json,
     progress_bars,
-    show,
     show_captured,
     show_copy,
     show_document,
@@ -124,6 +123,7 @@ def inspect(
     divergence inspect a --verify
     """
     from divergence.analyses.precision.audit import audit_runs
+    from divergence.document import named
     from divergence.report.inspection import (
         run_document,
         select_records,
@@ -150,13 +150,15 @@ def inspect(
             problems = opened.verify(progress=progress)
         kept = num_kept(opened.records)
         parts |= {"problems": problems, "num_stored": kept}
+        verified = [verified_text(kept, len(opened.records), why_no_bytes(manifest))]
+        label = "problem" if problems else "verified"
+        facts = [named(label, text) for text in problems or verified]
+        top = dataclasses.replace(document.headline, facts=facts)
+        document = dataclasses.replace(document, headline=top)
         if problems:  # nothing is to be done with such a run
-            document = dataclasses.replace(document, next=())
+            top = dataclasses.replace(top, word="DAMAGED", style="bold red")
+            document = dataclasses.replace(document, headline=top, next=())
     show_document(document, output, json=lambda: answer_json(**parts))
-    if problems is not None and not output.json:  # behind the answer: it is what was asked for
-        verified = verified_text(kept, len(opened.records), why_no_bytes(manifest))
-        damage = "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
-        show(damage if problems else verified)
     if problems:
         raise RunFormatError(
             f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the run",

@@ -41,8 +41,9 @@ def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Me
     if not whole:
         encodes = run.manifest.model.task.startswith("encoder")
         alone = encodes or not any(record.step for record in run.records)
-        ranks = command_line("compare", run.path, run.path)
-        made = ", then ".join(command.text for command in WithinAdvice(run).whole())
+        note = "its ranks against one another"
+        ranks = command_line("compare", run.path, run.path, note=note)
+        made = [command.text for command in WithinAdvice(run).whole()]
         raise UsageError(
             f"{run.path} alone has nothing to compare: a run's decode steps are held against its "
             f"own pass over the whole sequence, and {'an encoder' if encodes else 'it'} has none"
@@ -50,11 +51,10 @@ def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Me
             else f"{run.path} holds no whole pass, so there is nothing to compare its decode steps "
             "with",
             hint=(
-                f"give a second run: {command_line('compare', run.path, 'OTHER')}"
-                if alone
-                else f"give a second run, or make the pass: {made}"
-            )
-            + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
+                command_line("compare", run.path, "OTHER", note="with a second run"),
+                *([] if alone else made),
+                *[ranks] * bool(run.manifest.mesh),
+            ),
         )
     # a pair for each decode step's tensor of which the whole pass holds the same tokens' rows
     tokens = run.manifest.tokens

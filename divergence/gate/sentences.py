@@ -18,7 +18,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "nothing_compared": "nothing was compared, so nothing was checked",
     "blocking": ("{check}: {reference} in the golden, {candidate} in the new run[[ ({details})]]"),
-    "share_too_low": "{what}: a share of {share:.4g}, and the policy wants {least:g}",
+    "share_too_low": "{what}: {share:relative} of them, and the policy wants {least:share}",
     "records_compared": "{num} records of the golden were compared and {num_left_out} were not",
     "pass_compared": (
         "{pass_} pass: {num} {what:operators=records of operators|*={what}} of the golden were "
@@ -26,7 +26,7 @@ SENTENCES: Mapping[str, str] = {
         "the new run have no partner}[[ ({why})]]"
     ),
     "setting_differs": (
-        "{check} {status:unknown=is|*=differs}: {details:none={reference} in the golden, "
+        "{check} {status:unknown=is not known|*=differs}: {details:none={reference} in the golden, "
         "{candidate} in the new run|*={details}}"
     ),
     "no_token_in_golden": (
@@ -36,7 +36,7 @@ SENTENCES: Mapping[str, str] = {
     "tokens_too_few": (
         "{num_equal} of {total} generated tokens are equal{num_ties:0=|*= ({num_ties} more were "
         "ties)}{num_missing:0=|*=, {num_missing} of the golden's were not generated}; the policy "
-        "wants {least:g}"
+        "wants {least:share}"
     ),
     "no_site_meant": (
         "no compared site matches {sites}[[ in the {pass_} pass]]; if the policy serves other "

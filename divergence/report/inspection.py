@@ -234,7 +234,7 @@ def stored(manifest: Manifest) -> str:
     if plan.store != "full":
         return f"{text} ({plan.store} of {size(sizes.seen_bytes)})"
     if sizes.seen_bytes > sizes.stored_bytes:
-        text += f" ({size(sizes.seen_bytes)} before equal tensors were shared)"
+        text += f" ({size(sizes.seen_bytes)} with duplicates)"
     return text
 
 
@@ -337,11 +337,11 @@ def verified_text(kept: int, total: int, why: str) -> str:
     """Return what `--verify` found of a run without a problem: no more than there was to check.
     ``kept``: of how many of all records anything is stored; ``why`` not of the others."""
     if kept == total:
-        return "verified: every tensor has the checksum it was written with"
+        return "every tensor has the checksum it was written with"
     if kept == 0:
-        return f"nothing to verify: no tensor is stored ({why})"
+        return f"nothing: no tensor is stored ({why})"
     return (
-        "verified: every stored tensor has the checksum it was written with; "
+        "every stored tensor has the checksum it was written with; "
         f"{total - kept:,} of {total:,} are not stored ({why})"
     )
 

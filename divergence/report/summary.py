@@ -212,14 +212,14 @@ def unseen(report: Report) -> list[str]:
     texts = []
     if seen is not None:
         sizes = (
-            ("one step", seen.forward),
-            ("one token", seen.token),
-            ("one channel", seen.channel),
+            ("a step", seen.forward),
+            ("a token", seen.token),
+            ("a channel", seen.channel),
         )
         least = ", ".join(f"{what} {share(size)}" for what, size in sizes if size is not None)
         parts = f" ({least})" if least else ""
         lone = "" if seen.token is not None else "; a single token alone is not judged"
-        texts.append(f"errors below {share(seen.block)} of a block's output{parts}{lone}")
+        texts.append(f"errors below {share(seen.block)} of a block{parts}{lone}")
     if report.not_exercised:
         parts = list_names([part.text for part in report.not_exercised], _MOST_NAMED, "; ")
         texts.append(f"not exercised: {parts}")
@@ -417,7 +417,7 @@ def _compared(report: Report) -> list[Sentence]:
     if gone := lacking(coverage):
         text = f"{coverage.num_compared:,} tensors of {what}; {gone[0]}"
     if report.tokens is not None and _all_agree(report):
-        text += f"; the same next token in {count(report.tokens.num_tokens, 'choice')}"
+        text += f"; all {count(report.tokens.num_tokens, 'next token')} equal"
     if (operators := report.operators) is None:
         return [named("compared", text)]
     num_beyond = sum(result.limit_usage > 1 for result in operators.results)

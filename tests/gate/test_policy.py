@@ -86,7 +86,7 @@ def test_the_default_policy_is_ci():
         ("[[tolerance]]\nrel_l3 = 1", "tolerance[0]", "rel_l2"),
         ("[tokens]\nmin_equl = 1", "tokens", "min_equal"),
         ("min_coverage = 1.5", "min_coverage", "<= 1"),
-        ('verdicts = ["fine"]', "verdicts[0]", "fine"),
+        ('verdicts = ["fine"]', "verdicts[0]", "one of drift, identical"),
         ('verdicts = ["incomparable"]', "verdicts", "cannot be compared"),
         ("verdicts = []", "verdicts", "no verdict"),
         ('[[tolerance]]\nsites = "*"', "tolerance[0]", "rel_l2"),

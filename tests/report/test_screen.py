@@ -124,7 +124,7 @@ def test_what_could_not_be_seen_is_said_by_level(reports, screen):
     assert not any("errors below" in one for one in screen(report))
     seen = msgspec.structs.replace(report, visible=Visible(block=5e-3, forward=0.02))
     text = " ".join(" ".join(screen(seen)).split())
-    assert "errors below 0.50% of a block's output (one step 2.0%)" in text
+    assert "errors below 0.50% of a block (a step 2.0%)" in text
     assert "; a single token alone is not judged" in text
 
 
@@ -167,7 +167,7 @@ def test_a_setting_whose_values_look_alike_says_what_differs(reports, screen):
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (0, "the same next token in 3 choices"),
+        (0, "all 3 next tokens equal"),
         (9, "3 of 3 next tokens equal (each continued its own text); 9 more"),
     ],
 )

@@ -31,14 +31,14 @@ def checkup_document(checkup: Checkup, *, brief: bool = False, verbose: bool = F
     points = [(item.state, f"{item.number} {item.title}", item.evidence) for item in checkup.points]
     ladder = [(item.state, item.name, item.evidence) for item in checkup.ladder]
     num_passed = sum(state == "pass" for state, *_ in points)
-    passed = f"{num_passed} of {len(points)} pass"
+    passed = f"{num_passed} of {len(points)} conditions of a fair comparison pass"
     notes = [named("note", note if verbose else shortened(note, 88)) for note in checkup.notes]
     more = [] if verbose else [named("more", "every point and rung: add -v", "dim")]
     sections = [
         Section(title="points", detail=passed, body=[_table("point", points, every=verbose)]),
         Section(
             title="ladder",
-            detail=_stop(checkup),
+            detail=f"of causes: {_stop(checkup)}",
             body=[_table("rung", ladder, every=verbose), *notes, *more],
         ),
     ]

@@ -39,7 +39,7 @@ def test_the_answer_is_short(checkup):
     lines = [one.text for one in document_lines(checkup_document(checkup))]
     assert lines[0].startswith("DIVERGED: the error is made at model.layers.1:out")
     assert len(lines) <= 18
-    assert "points  7 of 8 pass" in lines
+    assert "points  7 of 8 conditions of a fair comparison pass" in lines
     assert [line.split()[:2] for line in lines if line.startswith("  FAIL")] == [
         ["FAIL", "8"],
         ["FAIL", "prefill"],
@@ -48,7 +48,7 @@ def test_the_answer_is_short(checkup):
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8
     assert all(len(line) <= 80 for line in numbered[:7])
-    assert "ladder  stops at prefill, which explains the rest" in lines
+    assert "ladder  of causes: stops at prefill, which explains the rest" in lines
     assert any(line.startswith("  FAIL  prefill") for line in lines)
     assert any(re.fullmatch(r"  - +decode +explained by prefill", line) for line in lines)
 

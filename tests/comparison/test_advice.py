@@ -250,6 +250,9 @@ def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys)
     assert "with A's model" in steps[0] and " --force " in force
     alike = msgspec.structs.replace(report.verdict, next=steps)
     assert follow(msgspec.structs.replace(report, verdict=alike), capsys).startswith("IDENTICAL")
+    third = str(tiny_model("gpt2"))  # of another architecture: nothing relates its weights
+    c = capture(third, out=tmp_path / "c", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    assert compare(a, c).verdict.next[0].startswith(f"divergence capture --like {a.path}")
 
 
 def test_a_truth_given_for_a_run_is_told_what_it_is_for(llama, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from divergence.comparison.preflight import holders_of, match_parameters, moved
@@ -31,10 +32,12 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
     paths = [expanded(model.source) for model in models]
     # names of runs from elsewhere: a share of Windows' would be asked for over the network
     local = all(path.drive[:2] != "\\\\" and os.path.exists(path) for path in paths)
-    if paths[0] == paths[1] or not local:
+    pairs = match_parameters(models[0].digests, models[1].digests).pairs
+    alike = 2 * len(pairs) >= min(len(model.digests) for model in models)  # one architecture
+    if paths[0] == paths[1] or not (local and alike):
         return [], []
     try:
-        relations = _relations(models)
+        relations = _relations(models, pairs)
     except Exception:  # no torch, or whatever stands in such files: the runs are compared
         relations = []
     facts = [fact("preflight.relations", relations=relations)] if relations else []
@@ -52,12 +55,11 @@ def _stored(model: ModelIdentity) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _relations(models: list[ModelIdentity]) -> list[Fact]:
+def _relations(models: list[ModelIdentity], pairs: Mapping[str, str]) -> list[Fact]:
     from divergence.domains.weights.relations import Relation, relation
 
     stored = [_stored(model) for model in models]
     kinds: dict[str, tuple[str, str]] = {}
-    pairs = match_parameters(models[0].digests, models[1].digests).pairs
     for names in pairs.items():
         if models[0].digests[names[0]] != models[1].digests[names[1]]:
             kinds.setdefault(starred(names[0]), names)

@@ -37,9 +37,9 @@ SENTENCES = {
     ),
     "measured": (
         "{measured:.3g}{num:none=: nothing need be kept|*=, predicted {predicted:.3g}"
-        "{one_fewer:none=|*=; with any one of {fused:none=them|*=their {fused:count group} (what "
-        "engines fuse stays together)} quantised, {one_fewer:.3g} or more} ({num_runs:count model} "
-        "run)}"
+        "{one_fewer:none=|*=; with {fused:none=any one of them|1=them|*=any one of their "
+        "{fused:count group} (what engines fuse stays together)} quantised, {one_fewer:.3g} or "
+        "more} ({num_runs:count model run})}"
     ),
     "migration": (
         "alpha {alpha:g}: KL {kl:.3g}, without {without:.3g}: {gain:helps=it helps|hurts=it hurts|"

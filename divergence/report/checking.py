@@ -189,13 +189,6 @@ def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
     )
 
 
-def screen_text(page: CheckPage) -> list[str]:
-    """The first screen of the report; nothing where there is none."""
-    if page.report is None:
-        return []
-    return [printable(item.text) for item in screen_lines(page.report)]
-
-
 def _rules(result: CheckResult) -> Iterator[RuleOutcome]:
     policy, report = result.policy, result.report
     verdict = report.verdict
@@ -418,8 +411,10 @@ def junit_xml(page: CheckPage) -> str:
         if tag and tag != "skipped":
             child.set("type", case.rule)
             child.text = "\n".join([case.text, *(f"- {fact}" for fact in case.evidence)])
-    screen = "\n".join([f"{page.golden} / {page.new}: {page.headline}", "", *screen_text(page)])
-    ElementTree.SubElement(suite, "system-out").text = f"{screen}\n"
+    screen = [] if page.report is None else screen_lines(page.report)
+    texts = [printable(item.text) for item in screen]
+    text = "\n".join([f"{page.golden} / {page.new}: {page.headline}", "", *texts])
+    ElementTree.SubElement(suite, "system-out").text = f"{text}\n"
     ElementTree.indent(root)
     body = ElementTree.tostring(root, encoding="unicode")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{body}\n'

@@ -38,15 +38,15 @@ from divergence.recording.engines.identity import (
     note_changes,
     usual_dtype,
 )
-from divergence.recording.forwards import patched
+from divergence.recording.forwards import Sink, patched
 from divergence.recording.new_run import check_output, provenance
 from divergence.recording.passes import RecordedInputs, can_anchor
-from divergence.recording.past import Past, chance_of, stamp
+from divergence.recording.past import Past, WeightsWatch, chance_of
 from divergence.recording.recorder import Hook, Recorder
 from divergence.recording.selection import SiteSelection
 from divergence.recording.structure import CALL, describe_modules, unwrapped
+from divergence.run.captured import DEFAULT_BUFFER_BYTES, CapturedTensor
 from divergence.run.manifest import (
-    ConfigValue,
     Manifest,
     ModelIdentity,
     Plan,
@@ -96,14 +96,15 @@ class Recording:
         recorders: Sequence[Recorder],
         manifest: Manifest,
         like: Run | None,
+        sink: _StepSink,
     ) -> None:
         """``given``: what the caller has, which may wrap ``module``, which is called in its place,
         and ``structure``, whose modules are recorded."""
         self._module, self._structure = module, structure
         self._recorders, self._manifest, self._like = recorders, manifest, like
+        self._sink, self._raised = sink, False
         self._names, self._past = argument_names(structure), Past(structure)
-        self._marks = _marks(structure)
-        self._weights: str | None = None
+        self._weights = WeightsWatch(structure, manifest.model.digests)
         self._lock, self._guard = threading.RLock(), _OneThread()
         for recorder in recorders:
             recorder.hooks.insert(0, self._guard)
@@ -131,22 +132,23 @@ class Recording:
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_open:
             raise UsageError("the run is complete: its `with` block has ended")
-        number, tokens = self.num_steps, self._manifest.tokens
-        given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-        tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-        constants: dict[str, ConfigValue] = {
-            name: value
-            for name, value in given.items()
-            if value is None or isinstance(value, bool | int | float | str)
-        }
+        tokens = self._manifest.tokens
+        if self._raised and self._sink.is_whole:  # and the caller goes on: it is made again
+            tokens.samples.pop()
+            tokens.groups.pop()
+            self._sink.drop()
+        self._sink.hand_on()
+        number, self._raised = self.num_steps, False
         sample = SampleTokens(prompt_ids=[])
-        if len(tensors) + len(constants) == len(given):
-            sample = SampleTokens(prompt_ids=[], inputs=tensors, constants=constants)
+        given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+        if not all([_noted(name, value, sample) for name, value in given.items()]):
+            sample = SampleTokens(prompt_ids=[])
         if self._like is not None:
             self._check_inputs(number, args, kwargs, sample)
-        sample.weights = self._changed_weights()
+        sample.weights = self._weights.changed()
         tokens.samples.append(sample)
         tokens.groups.append([number])
+        self._raised = True
         grad = self._module.training and torch.is_grad_enabled()
         free, *again = self._recorders
         twins = self._past.twins((args, kwargs)) if again else ()
@@ -166,17 +168,8 @@ class Recording:
                     self._forward(recorder, number, *twins)
             finally:
                 _AGAIN.reset(before)
+        self._raised = False
         return result
-
-    def _changed_weights(self) -> str | None:
-        """The digest of all parameters; None where they are still those that the run began with."""
-        if (marks := _marks(self._structure)) != self._marks:
-            named = [(n, digest_tensor(p)) for n, p in self._structure.named_parameters()]
-            own = self._manifest.model.digests
-            changed = any(own.get(name) != digest for name, digest in named)
-            by_place = ((str(place), digest) for place, (_, digest) in enumerate(named))
-            self._marks, self._weights = marks, digest_many(by_place) if changed else None
-        return self._weights
 
     def _forward(
         self, recorder: Recorder, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -208,6 +201,7 @@ class Recording:
                 yield
         finally:
             self.is_open = False
+            self._sink.hand_on()
 
     def repeat(self) -> None:
         """Makes every step of the run in ``like``, with its inputs. Raises UsageError where it does
@@ -218,22 +212,31 @@ class Recording:
         names = self._names
         device = next((parameter.device for parameter in self._module.parameters()), None)
         for number, sample in enumerate(like.manifest.tokens.samples):
-            values: dict[str, Any] = {}
+            values: dict[str, Any] = {**sample.constants}
             for index, name in enumerate(sample.inputs):
-                port = f"in.{names[int(name)] if name.isdecimal() else name}" if index else "in"
+                first, *rest = name.split(".")
+                if first.isdecimal() and int(first) < len(names):
+                    first = names[int(first)]
+                port = ".".join(["in", first, *rest]) if index else "in"
                 record = self._before.get(number, {}).get(port)
-                if record is None or not like.has_bytes(record):
-                    break
-                values[name] = like.read(record).to(device=device, copy=True)
-            if not sample.inputs or len(values) < len(sample.inputs):
+                if record is not None and like.has_bytes(record):
+                    values[name] = like.read(record).to(device=device, copy=True)
+            try:
+                given = {
+                    name: _built(name, values, sample.parts)
+                    for name in [*sample.inputs, *sample.constants, *sample.parts]
+                    if "." not in name
+                }
+            except (KeyError, ValueError):
+                given = {}
+            if not sample.inputs or not given:
                 raise UsageError(
                     f"{like.path} holds no inputs of step {number} that could be given again: they "
                     "are more than tensors and plain values, or were not recorded in full",
                     hint="recording.step(x), with the inputs of that step",
                 )
-            values |= sample.constants
-            by_place = [values[name] for name in sorted(filter(str.isdecimal, values), key=int)]
-            self.step(*by_place, **{n: v for n, v in values.items() if not n.isdecimal()})
+            by_place = [given.pop(name) for name in sorted(filter(str.isdecimal, given), key=int)]
+            self.step(*by_place, **given)
 
     def _check_inputs(
         self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], sample: SampleTokens
@@ -261,22 +264,56 @@ class Recording:
             )
 
 
-def _marks(module: torch.nn.Module) -> list[Any]:
-    """Marks of a module's parameters, equal where nothing wrote to them in between or put others in
-    their place. Torch does not count what is written by way of ``.data``, so that a row of each is
-    among them."""
-    marks: list[Any] = []
-    for parameter in module.parameters():
-        marks.append(stamp(parameter))
-        if type(parameter) is torch.nn.Parameter and not parameter.is_meta and parameter.numel():
-            row = parameter.detach()
-            while row.ndim > 1:
-                row = row[len(row) // 2]
-            marks.append((parameter.data_ptr(), row.reshape(-1)[:_OF_ROW].tolist()))
-    return marks
+def _noted(name: str, value: Any, sample: SampleTokens) -> bool:
+    """Can the argument be given again? Notes it, and what it holds, where it can."""
+    if isinstance(value, torch.Tensor):
+        sample.inputs.append(name)
+    elif value is None or isinstance(value, bool | int | float | str):
+        sample.constants[name] = value
+    elif type(value) in (list, tuple, dict):
+        parts = value if type(value) is dict else {str(n): item for n, item in enumerate(value)}
+        if not all(isinstance(key, str) and "." not in key for key in parts):
+            return False
+        sample.parts[name] = [type(value).__name__, *parts]
+        return all([_noted(f"{name}.{key}", item, sample) for key, item in parts.items()])
+    else:
+        return False
+    return True
 
 
-_OF_ROW = 64
+def _built(name: str, values: Mapping[str, Any], nested: Mapping[str, list[str]]) -> Any:
+    """The argument of that name. Raises KeyError or ValueError where a part of it is missing."""
+    if name not in nested:
+        return values[name]
+    kind, *keys = nested[name]
+    parts = {key: _built(f"{name}.{key}", values, nested) for key in keys}
+    return parts if kind == "dict" else (tuple if kind == "tuple" else list)(parts.values())
+
+
+class _StepSink:
+    """Keeps what the forwards of a step give, up to a buffer's size: where one raises, the step may
+    be made again, and leaves nothing of the first time."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._items: list[tuple[CapturedTensor, dict[str, Any]]] = []
+        self._bytes, self.is_whole = 0, True
+
+    def put(self, item: CapturedTensor, **place: Any) -> None:
+        self._items.append((item, place))
+        self._bytes += item.num_bytes
+        if self._bytes > DEFAULT_BUFFER_BYTES:
+            self.hand_on()
+            self.is_whole = False
+
+    def hand_on(self) -> None:
+        """The step is over, and stays."""
+        for item, place in self._items:
+            self._sink.put(item, **place)
+        self.drop()
+
+    def drop(self) -> None:
+        self._items, self._bytes, self.is_whole = [], 0, True
 
 
 @contextlib.contextmanager
@@ -365,11 +402,12 @@ def record(
             ),
         )
         with RunWriter(place, manifest, force=force) as writer:
+            step_sink = _StepSink(writer)
             recorder = functools.partial(
                 Recorder,
                 structure,
                 notes,
-                sink=writer,
+                sink=step_sink,
                 wanted=selection.wanted,
                 hooked=selection.hooked,
             )
@@ -378,7 +416,7 @@ def record(
                 tokens = source.manifest.tokens
                 anchor = RecordedInputs(source, tokens.samples, tokens.groups)
                 recorders.append(recorder(pass_="anchored", anchor=anchor))
-            recording = Recording(module, inner, structure, recorders, manifest, source)
+            recording = Recording(module, inner, structure, recorders, manifest, source, step_sink)
             with recording.calls_recorded():
                 yield recording
             if not recorders[0].num_emitted:

@@ -92,6 +92,7 @@ from divergence.recording.passes import (
     why_not_anchored,
     widened,
 )
+from divergence.recording.past import WeightsWatch
 from divergence.recording.plant import Plant, check_fired, check_places
 from divergence.recording.processes import closed, joined, on_all, own_part, started
 from divergence.recording.prompts import Prompt, group_samples, token_texts, tokenize
@@ -464,6 +465,9 @@ LEAST_SECONDS = 5.0
 """Less is not worth a share: small models get all of their truth."""
 
 
+_OTHER_WEIGHTS = "the weights changed while prompts ran"
+
+
 class Capture:
     """One capture: ``request`` carried out with the model of ``session``. ``run`` is the recipe."""
 
@@ -525,6 +529,7 @@ class Capture:
             request, self.session, self.selection, self.notes, compute_dtype=compute_dtype
         )
         self._many_steps: ManySteps | None = None
+        self._weights: WeightsWatch | None = None
         self._num_substituted = 0
 
     def run(self, out: Location, *, force: bool, command: str | None) -> Run:
@@ -552,8 +557,17 @@ class Capture:
             # 2. What pictures and sound became, then the passes, one after another: the free one
             # first.
             self.media.write(writer)
+            if self.ranks is None:
+                self._weights = WeightsWatch(self.loaded.module, manifest.model.digests)
             for planned in self.passes:
-                self._run_pass(planned, writer)
+                if self._weights is None or self._weights.changed() is None:
+                    self._run_pass(planned, writer)
+                else:  # what it would run is not what the free pass ran
+                    manifest.plan.passes.remove(planned.name)
+                    self._note(f"no {planned.name} pass: {_OTHER_WEIGHTS}")
+            if wants_truth and self._weights is not None and self._weights.changed() is not None:
+                lacking = _OTHER_WEIGHTS
+                self._no_truth(manifest, lacking)
             if request.substitutes and not self._num_substituted:
                 self._note("no operator was met whose result was to be replaced")
             # 3. What the machine did while they ran.
@@ -670,6 +684,7 @@ class Capture:
         again = again or planned.is_own_truth or planned.anchored_to == "own"
         forced = [sample.generated_ids for sample in self.samples] if again else self.forced
         most = self.request.max_new_tokens
+        weights = self._weights if noted is not None else None
         with recorder.installed():
             for group in self.own_groups:
                 if allowance is not None and not allowance.begins():
@@ -703,6 +718,9 @@ class Capture:
                         **self.media.fed(group[0], num_tokens),
                     )
                     continue
+                if weights is not None:
+                    for sample in members:
+                        sample.weights = weights.changed()
                 recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
                 fed = None if forced is None else [forced[number][:most] for number in group]
                 # Forced steps of a truth are made many at a time where the model allows it.

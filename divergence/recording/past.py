@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from divergence.run.manifest import digest_tensor
+from divergence.run.manifest import digest_many, digest_tensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.nn.Module, torch.nn.Parameter)
 _OF_TORCH = {*vars(torch.nn.Module()), "_compiled_call_impl"}
@@ -100,6 +100,50 @@ class Past:
             return value
         self._met[id(value)] = value, mark, twin
         return twin
+
+
+class WeightsWatch:
+    """Tells when the parameters of ``module`` are no longer those that it began with, of which
+    ``digests`` are known by name."""
+
+    def __init__(self, module: torch.nn.Module, digests: Mapping[str, str]) -> None:
+        self._module, self._digests = module, digests
+        self._marks = self._seen()
+        self._digest: str | None = None
+
+    def changed(self) -> str | None:
+        """The digest of all parameters; None where they are still those of the beginning."""
+        if (marks := self._seen()) != self._marks:
+            named = [
+                (name, digest_tensor(parameter))
+                for name, parameter in self._module.named_parameters()
+                if not parameter.is_meta
+            ]
+            stay = all(self._digests.get(name, own) == own for name, own in named)
+            by_place = ((str(place), own) for place, (_, own) in enumerate(named))
+            self._marks, self._digest = marks, None if stay else digest_many(by_place)
+        return self._digest
+
+    def _seen(self) -> list[Any]:
+        """Marks that are equal where nothing wrote to a parameter in between or put another in its
+        place. Torch does not count what is written by way of ``.data``, so that a row of each is
+        among them."""
+        marks: list[Any] = []
+        for parameter in self._module.parameters():
+            marks.append(stamp(parameter))
+            if (
+                type(parameter) is torch.nn.Parameter
+                and not parameter.is_meta
+                and parameter.numel()
+            ):
+                row = parameter.detach()
+                while row.ndim > 1:
+                    row = row[len(row) // 2]
+                marks.append((parameter.data_ptr(), row.reshape(-1)[:_OF_ROW].tolist()))
+        return marks
+
+
+_OF_ROW = 64
 
 
 def _state(own: Mapping[str, Any]) -> dict[str, Any]:

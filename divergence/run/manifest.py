@@ -621,11 +621,14 @@ class SampleTokens(_Strict, kw_only=True):
     constants: dict[str, ConfigValue] = {}
     """Of a step of ``record`` whose ``inputs`` are told: what else it was called with, by name or
     place."""
+    parts: dict[Annotated[str, msgspec.Meta(max_length=1000)], list[str]] = {}
+    """Of its arguments that are lists, tuples or dicts, by name: which, and the keys of its parts,
+    whose names are ``NAME.KEY``."""
     media: list[MediaNote] = []
     """The pictures, then the sounds, in the prompt's order."""
     weights: str | None = None
-    """Of a step of ``record``: the digest of the parameters that it ran with, where they were no
-    longer those that the run began with."""
+    """The digest of the parameters that it ran with, where they were no longer those that the run
+    began with."""
 
     @property
     def used_labels(self) -> list[int]:

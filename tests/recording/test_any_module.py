@@ -101,6 +101,50 @@ def test_a_block_that_raises_leaves_a_readable_run(tmp_path):
     assert not run.manifest.complete and run.records
 
 
+def test_a_step_that_raised_and_is_made_again_is_one_step(tmp_path):
+    """As for want of memory: what its first forward gave is of no step."""
+
+    calls = []
+
+    class Raising(Tower):
+        def forward(self, x):
+            y = super().forward(x)
+            calls.append(x)
+            if len(calls) == 3:  # behind both passes of the first step
+                raise MemoryError
+            return y
+
+    a, module = _recorded(Tower(), tmp_path / "a"), Raising()
+    torch.manual_seed(1)
+    with record(module, out=tmp_path / "b", like=a) as recording:
+        for number in range(3):
+            x = torch.randn(1, 12, 32)
+            if number == 1:
+                with pytest.raises(MemoryError):
+                    recording.step(x)
+                with pytest.raises(UsageError, match="is not what"):
+                    recording.step(x + 1)
+            recording.step(x)
+    assert compare(a, tmp_path / "b").verdict.kind == "identical"
+
+
+def test_lists_and_dicts_of_tensors_are_given_again(tmp_path):
+    """As deep as they lie, with the plain values among them."""
+
+    class Deep(Tower):
+        def forward(self, batch, *, masks):
+            return super().forward(batch["x"] * masks[0][0] + batch["more"]["y"])
+
+    a, b = tmp_path / "a", tmp_path / "b"
+    with record(Deep(), out=a) as recording:
+        more = {"y": torch.randn(1, 2, 32), "none": None}
+        recording.step({"x": torch.randn(1, 2, 32), "more": more}, masks=[(torch.ones(32), 3)])
+    with record(Deep(), out=b, like=a) as recording:
+        recording.repeat()
+    assert compare(a, b).verdict.kind == "identical"
+    assert Run.open(b).manifest.tokens == Run.open(a).manifest.tokens
+
+
 def test_capture_takes_a_module_and_its_inputs(tmp_path):
     """One step for each input, given as a tensor, as arguments or by name."""
     torch.manual_seed(1)
@@ -255,17 +299,17 @@ def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
     """A step that is not the recorded one is an error, and the run goes on."""
     x, scale = torch.randn(2, 8), torch.tensor(2.0)
     with record(Two(), out=tmp_path / "a") as recording:
-        recording.step(x, scale, flag=[True])
+        recording.step(x, scale, flag={1})
     with record(Two(), out=tmp_path / "b", like=tmp_path / "a") as recording:
         with pytest.raises(UsageError, match="holds no inputs of step 0"):
             recording.repeat()
         with pytest.raises(UsageError, match="is not what"):
-            recording.step(x + 1, scale, flag=[True])
+            recording.step(x + 1, scale, flag={1})
         with pytest.raises(UsageError, match=r"in\.shift is not what"):
-            recording.step(x, scale, shift=scale, flag=[True])
-        recording.step(x, scale, flag=[True])
+            recording.step(x, scale, shift=scale, flag={1})
+        recording.step(x, scale, flag={1})
         with pytest.raises(UsageError, match="has 1 steps"):
-            recording.step(x, scale, flag=[True])
+            recording.step(x, scale, flag={1})
     with pytest.raises(UsageError, match="block has ended"):
         recording.step(x, scale)
     assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
@@ -552,6 +596,38 @@ def test_what_hides_its_modules_says_so(tmp_path):
     with record(module, out=tmp_path / "c") as recording:
         recording.step(x)
     assert "called by several threads at once" in said[0]
+
+
+@pytest.mark.slow
+def test_weights_that_change_between_prompts_are_told_of_a_capture(tmp_path, llama):
+    """As of record(): prompts behind that are no pairs, and no pass is made with other weights."""
+
+    def changing(model):
+        def count(*_):
+            changing.num += 1
+            if changing.num == 1:
+                with torch.no_grad():
+                    model.model.layers[1].mlp.down_proj.weight.mul_(1.3)
+
+        model.register_forward_hook(count)
+
+    how = {"prompts": ["Snow", "Rain", "Sun"], "max_new_tokens": 1, "probe": False}
+    a = capture(llama, out=tmp_path / "a", **how)
+    for like in (None, a):
+        changing.num = 0
+        options = how if like is None else {"like": like, "probe": False}
+        model = llama if like is None else None
+        b = capture(model, out=tmp_path / "b", prepare=changing, force=True, **options)
+        assert [sample.weights is None for sample in b.manifest.tokens.samples] == [
+            True,
+            False,
+            False,
+        ]
+        assert b.manifest.plan.passes == ["free"]
+        report = compare(a, b)
+        assert {site.sample for site in report.sites} == {0}
+        [line] = [line for line in report.preflight if line.check == "later weights"]
+        assert line.details[0]["sample"] == 1 and line.details[0]["side"] == "candidate"
 
 
 def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):

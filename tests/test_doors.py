@@ -26,24 +26,21 @@ INSIDE = {
         analyses.tokens.find comparison.align comparison.arithmetic comparison.calls
         comparison.decide comparison.experts comparison.judge comparison.measure.pairs
         comparison.measure.rating comparison.measure.truth comparison.preflight
-        domains.collectives.compare domains.collectives.orders domains.collectives.recorded
-        domains.logprobs.compare domains.probe.find
-        domains.scores.joining domains.scores.judging domains.scores.rows domains.suite.compare
-        domains.training.plan experiments.explain experiments.localization.repetition
-        experiments.sensitivity fleet.many gate.policy""",
+        domains.collectives.orders domains.probe.find domains.scores.joining
+        domains.scores.judging domains.scores.rows domains.suite.compare domains.training.plan
+        experiments.explain experiments.localization.repetition experiments.sensitivity
+        fleet.many gate.policy""",
     "what is printed, of answers that no two runs give": """
-        comparison.advice domains.doctor.show domains.quantization.show domains.suite.result
-        domains.view.app report.bundle report.text""",
+        comparison.advice domains.suite.result domains.view.app report.bundle report.text""",
     "arithmetic and plans that are held against an oracle, without a run": """
         cli.demo domains.collectives.capturing domains.collectives.cases domains.probe.additions
         domains.probe.quick domains.quantization.coding domains.quantization.model
         domains.quantization.quantize domains.quantization.scheme domains.scores.statistics
-        domains.suite.capturing domains.suite.catalog domains.suite.definition
-        domains.suite.operators domains.training.recording.optimizer experiments.tiny ops.allowed
-        ops.bounds ops.replay ops.reproducer recording.plant recording.ranks""",
+        domains.suite.catalog domains.suite.definition domains.training.recording.optimizer
+        experiments.tiny ops.allowed ops.bounds ops.replay ops.reproducer recording.plant
+        recording.ranks""",
     "words and files of other tools, one by one": """
-        cli.signature domains.importing.formats domains.importing.layouts.sglang
-        domains.quantization.checkpoint domains.quantization.engine domains.scores.formats
+        cli.signature domains.quantization.checkpoint domains.scores.formats
         domains.scores.formats.reading domains.training.policies
         domains.training.recording.options domains.vllm.engine recording.code
         recording.engines.identity recording.prompts""",
@@ -51,8 +48,7 @@ INSIDE = {
         cli.streams comparison.measure.processes domains.logprobs.endpoints.capture
         domains.logprobs.endpoints.client domains.scores.formats.lm_eval
         domains.training.recording.step experiments.diff experiments.localization.machine
-        experiments.selftest
-        recording.engines.many_steps recording.keeper recording.machine
+        experiments.selftest recording.engines.many_steps recording.keeper recording.machine
         recording.passes recording.processes recording.widening run.remote run.storage
         run.target""",
 }

@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 
 import divergence
-from divergence.domains.doctor.show import checkup_document
-from divergence.report.text import document_lines, headline_lines
 
 NASTY = "x|y `rm` <b>@all</b> #1 [a](javascript:1) ![i](http://e.com) **b** _c_ \\| $m$ :tada:"
 
@@ -33,10 +31,11 @@ def nasty(checkup, text):
     )
 
 
-def test_the_answer_is_short(checkup):
+def test_the_answer_is_short(pairs, invoke):
     """The verdict first, what fails of the points and rungs, and what to run; with -v all eight
     points and seven rungs."""
-    lines = [one.text for one in document_lines(checkup_document(checkup))]
+    runs = pairs("prefill")
+    lines = invoke("doctor", *runs)[1].splitlines()
     assert lines[0].startswith("DIVERGED: the error is made at model.layers.1:out")
     assert len(lines) <= 18
     assert "points  7 of 8 conditions of a fair comparison pass" in lines
@@ -44,18 +43,14 @@ def test_the_answer_is_short(checkup):
         ["FAIL", "8"],
         ["FAIL", "prefill"],
     ]
-    lines = [one.text for one in document_lines(checkup_document(checkup, verbose=True))]
+    lines = invoke("doctor", *runs, "-v")[1].splitlines()
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8
     assert all(len(line) <= 80 for line in numbered[:7])
     assert "ladder  of causes: stops at prefill, which explains the rest" in lines
     assert any(line.startswith("  FAIL  prefill") for line in lines)
     assert any(re.fullmatch(r"  - +decode +explained by prefill", line) for line in lines)
-
-
-def test_brief_is_the_verdict_and_what_fails(checkup):
-    """Two lines."""
-    assert len(headline_lines(checkup_document(checkup, brief=True).headline)) == 2
+    assert len(invoke("doctor", *runs, "-q")[1].splitlines()) == 2  # the verdict, and what fails
 
 
 @pytest.mark.parametrize("text", [NASTY, "a\nb", "\x1b[31m", "www.evil.com", "é 汉字 \u202e"])

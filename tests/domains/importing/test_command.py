@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from divergence import import_dump
 from divergence.cli.main import app
-from divergence.domains.importing.formats import FORMATS, layout_of
+from divergence.errors import DumpError, UsageError
 from tests.domains.importing.writers import write_npy, write_sglang
 
 
@@ -26,14 +27,20 @@ def call(capsys, monkeypatch, tmp_path):
     return run
 
 
-def test_each_format_has_a_layout_and_a_row_of_the_page():
-    """It has ``read`` or ``scores``, and docs/importing.md says what is read."""
+def test_each_format_has_a_layout_and_a_row_of_the_page(tmp_path):
+    """Each that an unknown name's error lists is asked, and docs/importing.md says what is read."""
     page = (Path(__file__).parents[3] / "docs" / "importing.md").read_text(encoding="utf-8")
     rows = [row for row in page.splitlines() if row.startswith("| `")]
-    for name in FORMATS:
-        layout = layout_of(name)
-        assert (layout.read is None) != (layout.scores is None)
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump" / "a.txt").write_text("a")
+    with pytest.raises(UsageError) as unknown:
+        import_dump(tmp_path / "dump", out=tmp_path / "a", layout="?")
+    names = unknown.value.hint.partition("one of ")[2].split(", ")
+    assert len(names) > 15
+    for name in names:
         assert any(f"`{name}`" in row for row in rows), name
+        with pytest.raises(DumpError, match="this is no dump of"):
+            import_dump(tmp_path / "dump", out=tmp_path / "a", layout=name)
 
 
 def test_import_and_compare(captured, tmp_path, call):

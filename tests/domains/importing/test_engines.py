@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, model_addition_debugger_context
 
 from divergence import compare, import_dump
-from divergence.domains.importing.layouts.sglang import adds_residual
 from divergence.errors import DumpError, UsageError
 from tests.domains.importing.writers import (
     PROMPT_IDS,
@@ -189,20 +188,26 @@ def test_layers_of_two_parts(captured, tmp_path):
     assert compare(captured, run).verdict.kind == "identical"
 
 
-@pytest.mark.parametrize(
-    ("path", "adds"),
-    [
-        ("model.layers.3.input_layernorm", True),
-        ("model.layers.3.post_attention_layernorm", True),
-        ("model.norm", True),
-        ("model.layers.3.mixer.norm", False),
-        ("model.layers.3.self_attn.q_norm", False),
-        ("model.layers.3.mlp", False),
-    ],
-)
-def test_norms_with_a_residual(path, adds):
+def test_norms_with_a_residual(captured, tmp_path):
     """A gated norm inside a sublayer has two inputs that are no sum."""
-    assert adds_residual(path) is adds
+    second = {
+        "model.layers.1.input_layernorm": "in",
+        "model.layers.1.post_attention_layernorm": "in",
+        "model.norm": "in",
+        "model.layers.1.mixer.norm": "out.1",
+        "model.layers.1.self_attn.q_norm": "out.1",
+        "model.layers.1.mlp": "out.1",
+    }
+    x = torch.ones(len(PROMPT_IDS), 4)
+    write_sglang(
+        captured,
+        tmp_path / "dump",
+        damage=lambda rank, held: {**held, **{path: [x, 2 * x] for path in second}},
+    )
+    run = import_dump(tmp_path / "dump", out=tmp_path / "b")
+    sites = {record.site.rpartition(":")[::2] for record in run.records}
+    for path, port in second.items():
+        assert {(path, "in"), (path, "out.1")} & sites == {(path, port)}
 
 
 def test_tags_of_the_dumper_in_another_order(captured, tmp_path):

@@ -1,5 +1,7 @@
 """--engine quantize: a run of a quantised variant, made and repeated."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,6 +10,7 @@ from divergence import LoadOptions, capture, compare, truth
 from divergence.domains.quantization.model import chosen, targets_of
 from divergence.errors import UsageError
 from divergence.recording.engines.load import Loading, load_model
+from tests.digests import without_digests
 
 PROMPTS = ["one two three four five", "six seven eight nine"]
 WISHES = {"prompts": PROMPTS, "max_new_tokens": 2, "probe": False}
@@ -186,27 +189,19 @@ def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(
     folder, tmp_path, answer
 ):
     """Static scales with a zero point: later tokens may lie beyond what calibration saw."""
-    from divergence.domains.quantization import engine
-
-    own = engine.calibration_of
-
-    def calibration_of(*args):
-        found = own(*args)
-        for limits in found.limits.values():
-            limits[:] = [limits[0] / 4, limits[1] / 3]
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "calibration_of", calibration_of)
-        run = capture(
-            folder,
-            out=tmp_path / "q",
-            engine="quantize",
-            loading=LoadOptions(
-                engine_options={"scheme": "w8a8-static", "asymmetric": "activations"}
-            ),
-            **WISHES,
-        )
+    seen = capture(
+        folder,
+        out=tmp_path / "seen",
+        engine="quantize",
+        loading=LoadOptions(engine_options={"scheme": "w8a8-static", "asymmetric": "activations"}),
+        **WISHES,
+    )
+    said = json.loads((without_digests(seen.path) / "manifest.json").read_text())
+    for limits in said["engine"]["calibration"]["limits"].values():
+        limits[:] = [limits[0] / 4, limits[1] / 3]
+    (seen.path / "manifest.json").write_text(json.dumps(said))
+    run = capture(like=seen.path, out=tmp_path / "q", probe=False)
+    assert run.manifest.engine.calibration.limits == said["engine"]["calibration"]["limits"]
     verdict = answer(
         run, truth=truth(run, out=tmp_path / "truth"), attn_implementation="sdpa"
     ).verdict

@@ -5,11 +5,8 @@ import torch
 
 from divergence import Run, capture, compare, quantize, truth
 from divergence.domains.quantization import quantize as alone
-from divergence.domains.quantization.engine import keep_of
 from divergence.domains.quantization.quantize import _Numbers, _statistics
-from divergence.domains.quantization.show import quantization_document
 from divergence.errors import RunExistsError, UsageError
-from divergence.report.text import document_lines
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +41,12 @@ def test_pads_are_no_calibration(folder, plain, tmp_path):
     assert limits[0] == limits[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "patterns"),
-    [
-        ("a,re:b", ["a", "re:b"]),
-        ("re:a,re:b{1,2}", ["re:a", "re:b{1,2}"]),
-        ("!lm_head, !re:x", ["!lm_head", "!re:x"]),
-        ("", []),
-    ],
-)
-def test_patterns_are_told_apart(text, patterns):
-    """A list of names and expressions is split where it is meant to be."""
-    assert keep_of(text) == patterns
-
-
 def test_expressions_come_in_any_order(plain, tmp_path):
     """Names and expressions together keep what any of them names."""
-    keep = ["re:.*down_proj", "model.layers.0", "re:.*up_proj"]
+    keep = ["re:.*down_pro{1,2}j", "model.layers.0", "!lm_head", "re:.*up_proj"]
     found = quantize(plain, scheme="w8a8", keep=keep, out=tmp_path / "q")
-    assert found.num_quantized == 5
-    assert Run.open(tmp_path / "q").manifest.engine.facts["quantised"] == "5 matrices"
+    assert found.num_quantized == 5 + 1  # the head, which is kept otherwise
+    assert Run.open(tmp_path / "q").manifest.engine.facts["quantised"] == "6 matrices"
     assert any("--keep model.layers.0" in command for command in found.next)
 
 
@@ -93,12 +76,10 @@ def test_a_cache_that_is_not_there_is_not_quantised(folder, tiny_model, tmp_path
         quantize(encoder, scheme="kv8")
 
 
-def test_keys_and_values_are_no_matrices(plain):
+def test_keys_and_values_are_no_matrices(plain, invoke):
     """A scheme of the cache alone quantises no weight, and says what it does."""
-    found = quantize(plain, scheme="kv8")
-    assert found.num_quantized == 0
-    lines = document_lines(quantization_document(found))
-    assert any(line.text == "quantised   keys and values" for line in lines)
+    lines = invoke("quantize", plain.path, "--scheme", "kv8")[1].splitlines()
+    assert "quantised   keys and values" in lines
 
 
 def test_a_run_that_exists_is_told_before_the_work(plain, tmp_path):
@@ -129,11 +110,11 @@ def test_another_model_is_told(plain, tiny_model):
     assert any("not the weights of the recorded run" in note for note in found.notes)
 
 
-def test_one_token_has_no_standard_error(folder, tmp_path):
+def test_one_token_has_no_standard_error(folder, tmp_path, invoke):
     """A figure of one value shows no nan."""
     run = capture(folder, out=tmp_path / "run", prompts=[[5]], max_new_tokens=1, probe=False)
-    text = "\n".join(line.text for line in document_lines(quantization_document(quantize(run))))
-    assert "nan" not in text
+    code, text, _ = invoke("quantize", run.path)
+    assert code == 0 and "nan" not in text
 
 
 @pytest.mark.slow

@@ -137,14 +137,20 @@ def test_attention_of_grouped_heads():
     assert close(found, [[[[1.0]], [[1.0]], [[2.0]], [[2.0]]]])
 
 
-def test_sliding_windows():
-    """A query at the end sees the last five keys, none before and none behind."""
-    from divergence.domains.suite.operators import mask_of
-
-    seen = mask_of("window", (1, 1, 1, 2, 7, 8))[0, 0]
-    assert seen.tolist() == [[False] + [True] * 5 + [False], [False] * 2 + [True] * 5]
-    padded = mask_of("padding", (2, 1, 1, 1, 6, 8))[:, 0, 0]
-    assert padded.tolist() == [[True] * 6, [False] * 2 + [True] * 4]
+def test_masks_of_attention():
+    """Queries stand at the end: a window is the last five keys, none behind; of the last sample
+    the first third of keys is padding, or its first two queries see nothing."""
+    masks = {}
+    for case in find("suite.attention").cases():
+        kind = next((kind for kind in ("window", "padding", "all_masked") if kind in case.name), "")
+        if kind and case.name.startswith("float32.odd"):
+            masks[kind] = case.make()["mask"][:, 0].tolist()
+    every = [[True] * 19] * 7
+    assert masks == {
+        "window": [[[0 <= t + 12 - s < 5 for s in range(19)] for t in range(7)]] * 2,
+        "padding": [every, [[False] * 6 + [True] * 13] * 7],
+        "all_masked": [every, [[False] * 19] * 2 + [[True] * 19] * 5],
+    }
 
 
 def test_paged_attention():

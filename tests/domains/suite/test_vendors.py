@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from divergence import CaseOptions, capture
-from divergence.domains.suite.operators import PAGED, QUANTIZATION
+from divergence.domains.suite.catalog import find
 
-(PAGED_ATTENTION,) = PAGED
-W8A8 = next(one for one in QUANTIZATION if one.name == "w8a8_linear")
+PAGED_ATTENTION, W8A8 = find("suite.paged_attention"), find("suite.w8a8_linear")
 
 
 @pytest.fixture

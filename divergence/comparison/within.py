@@ -41,8 +41,6 @@ def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Me
     if not whole:
         encodes = run.manifest.model.task.startswith("encoder")
         alone = encodes or not any(record.step for record in run.records)
-        note = "its ranks against one another"
-        ranks = command_line("compare", run.path, run.path, note=note)
         made = [command.text for command in WithinAdvice(run).whole()]
         raise UsageError(
             f"{run.path} alone has nothing to compare: a run's decode steps are held against its "
@@ -53,7 +51,8 @@ def compare_within(run: Run, thresholds: Thresholds, measuring: Measuring) -> Me
             hint=(
                 command_line("compare", run.path, "OTHER", note="with a second run"),
                 *([] if alone else made),
-                *[ranks] * bool(run.manifest.mesh),
+                *[command_line("compare", run.path, run.path, note="its ranks against one another")]
+                * bool(run.manifest.mesh),
             ),
         )
     # a pair for each decode step's tensor of which the whole pass holds the same tokens' rows

@@ -428,15 +428,17 @@ def is_everywhere(unit: JudgedUnit, escalation: Escalation) -> bool:
 
 def _may_be_elsewhere(unit: JudgedUnit, beyond: Collection[PromptStep]) -> bool:
     """May the error be in forwards that are not among those ``beyond`` a limit? It may where the
-    sides differ by half as much there, or at all where most is equal bit for bit; or where log W is
-    over half of that beyond the limit: few numbers convict none, and the truth may not hold those
-    forwards."""
+    sides differ by half as much there, or at all where most is equal bit for bit; by more than
+    rounding, where no truth excuses it; or where log W is over half of that beyond the limit: few
+    numbers convict none, and the truth may not hold those forwards."""
     own = [look for look in unit.looks if look not in unit.others]
     sizes = {look.place: look.worst if unit.of_token else look.typical for look in own}
     inside, outside = [at for at in sizes if at in beyond], [at for at in sizes if at not in beyond]
     nearest = max((sizes[at] for at in outside), default=0.0)
     least = min((sizes[at] for at in inside), default=0.0)
     if least <= CLEAR_TIMES * nearest or (unit.mostly_equal and nearest > 0):
+        return True
+    if unit.blame is None and not unit.of_token and nearest > THRESHOLDS.truth_confirm**2:
         return True
     if unit.of_token or unit.side not in ("reference", "candidate"):
         return False
@@ -452,15 +454,17 @@ def only_in(*units: JudgedUnit) -> Fact | None:
     others = {id(look) for unit in units for look in unit.others}
     own = {at: [k for k in looks if id(k) not in others] for at, looks in places.items()}
     beyond = {at: looks for at, looks in own.items() if any(look.used > 1 for look in looks)}
-    if not 0 < len(beyond) < len(places):
+    if len(beyond) == len(places):
         return None
-    elsewhere = any(_may_be_elsewhere(unit, beyond) for unit in units)
-    if elsewhere and all(unit.mostly_equal for unit in units):
-        # the same kernels ran: what is within its limits is off as well, what is equal is not
+    elsewhere = not beyond or any(_may_be_elsewhere(unit, beyond) for unit in units)
+    if elsewhere:  # what is within its limits may be off as well, what is equal is not
         off = {at: looks for at, looks in places.items() if any(look.worst for look in looks)}
-        return _in_places(off, places) if beyond.keys() <= off.keys() < places.keys() else None
-    if elsewhere and all(unit.why in ("typical", "both", "gain") for unit in units):
-        return None
+        if off and beyond.keys() <= off.keys() < places.keys():
+            return _in_places(off, places)
+        if not beyond or all(
+            unit.mostly_equal or unit.why in ("typical", "both", "gain") for unit in units
+        ):
+            return None
     # they alone are off where no other is near to its limit, of the two sides' difference either
     least = min(
         max(look.between if look.between > 1 else look.used for look in looks if look.used > 1)

@@ -357,6 +357,24 @@ def test_a_kind_is_judged_over_prefill_and_decode(judged):
     assert "in prompt 0 alone (of 3)" in verdict.summary and "kept" not in verdict.summary
 
 
+def test_forwards_that_are_equal_are_not_among_those_that_may_be_off(judged):
+    """All decode steps together are beyond a limit; the first is equal bit for bit."""
+    steps = [(prompt, step) for prompt in range(3) for step in range(1, 5)]
+    sites = drawn(steps, rows=1, ratio=0.0)
+    for prompt, step in steps:
+        change(sites, (2, prompt, step), 0.0 if step == 1 else 1.6)
+    verdict = judged(sites.values()).verdict
+    assert verdict.summary.endswith("made at h.2:out, seen from decode step 2 on")
+
+
+def test_others_that_are_off_by_more_than_rounding_may_be_off_as_well(judged):
+    """One step is beyond its limit; the others are within theirs, and no healthy ones."""
+    sites = drawn([(0, step) for step in range(1, 5)], rows=1, ratio=1.2)
+    for step, ratio in enumerate((42.0, 2.5, 2.6, 2.5), start=1):
+        change(sites, (0, 0, step), ratio)
+    assert "seen in decode step 1 (of 4)" in judged(sites.values()).verdict.summary
+
+
 @pytest.mark.parametrize(("others", "kind"), [(1.2, "localized"), (1.4, "undetermined")])
 def test_a_block_beside_others_that_are_off_is_no_answer(judged, others, kind):
     """The first block adds the most to a small stream: what all do wrong is seen there first."""

@@ -64,7 +64,7 @@ from divergence.recording.engines.engine import (
     refuse_lacking,
 )
 from divergence.recording.engines.identity import note_changes
-from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text
+from divergence.recording.engines.load import LoadedModel, check_data_alone, map_text, what_follows
 from divergence.recording.engines.many_steps import Allowance, Enough, ManySteps
 from divergence.recording.engines.media import Media
 from divergence.recording.forwards import USUAL, Anchor, Forwards, Sink, steps_joined
@@ -491,7 +491,8 @@ class Capture:
         self.media = Media(loaded)
         self.samples, self.groups, self.forced = _tokens_of(request, loaded, self.media)
         self.media.check(request, self.samples)
-        for text in self.media.notes:
+        behind = what_follows(loaded.source)
+        for text in [*self.media.notes, *([] if behind is None else [behind])]:
             self._note(text)
         session.settle(self.samples, self.forced, like)
         # the sites

@@ -180,7 +180,25 @@ def test_a_class_that_cannot_be_loaded_is_no_damaged_file(
         raise error
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
-    refused("capture", model_copy(), "-o", "x", said=("cannot load", said))
+    model = model_copy()
+    refused("capture", model, "-o", "x", said=("cannot load", said))
+    if isinstance(error, AttributeError):  # of a model that speaks
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"thinker_config": {}}))
+        refused("capture", model, "-o", "x", said=("cannot load", "model.thinker.save_pretrained"))
+
+
+@pytest.mark.slow
+def test_what_follows_a_model_of_sentences_is_said(model_copy, invoke, tmp_path):
+    """What pools its output is no module of it."""
+    model = model_copy()
+    modules = [
+        {"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling")
+    ]
+    (model / "modules.json").write_text(json.dumps(modules))
+    how = "--prompt One --max-new-tokens 1 --truth no --no-probe".split()
+    code, _, err = invoke("capture", model, "-o", tmp_path / "a", *how)
+    assert code == 0 and "Pooling of modules.json did not run" in " ".join(err.split())
 
 
 def test_weights_that_are_a_damaged_pickle(refused, model_copy):

@@ -727,6 +727,22 @@ def _attention_error(loading: Loading, error: BaseException) -> UsageError | Non
     )
 
 
+def what_follows(source: str) -> str | None:
+    """Say what sentence-transformers runs behind the model, where it wrote the folder."""
+    file = expanded(source) / "modules.json"
+    if not file.is_file():
+        return None
+    try:
+        table = json_value(read_bytes(file), where=str(file))
+        kinds = [str(module["type"]).rpartition(".")[2] for module in table][1:]
+    except (DivergenceError, KeyError, TypeError):
+        return None
+    names = ", ".join(kind for kind in kinds if kind.isidentifier())
+    if not names:
+        return None
+    return f"{names} of modules.json did not run: only the model before them is recorded"
+
+
 def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
     if isinstance(error, DivergenceError):
         return error  # says what it is: a rank that was told to stop meanwhile
@@ -771,6 +787,11 @@ def _model_error(loading: Loading, error: BaseException) -> DivergenceError:
             hint = f"{missing[1]} is missing beside config.json: download all files of the model"
         elif "model_type" in text and "_class_name" in _text(expanded(source) / "config.json"):
             hint = f"it is a model of diffusers: {_IN_PYTHON}"
+        elif '"thinker_config"' in _text(expanded(source) / "config.json"):
+            hint = (
+                "what reads text, pictures and sound is its thinker: in Python "
+                "model.thinker.save_pretrained(PATH) makes a model of it (the processor beside it)"
+            )
         elif isinstance(error, AttributeError | NotImplementedError):
             hint = (
                 "the model's own class fails on what this tool asks of it: in Python load it "

@@ -151,7 +151,7 @@ def compare(
         lines += explain_arithmetic(a.manifest, b.manifest).lines
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
-        return _incomparable(a, b, lines, blocking)
+        return _named_alike(_incomparable(a, b, lines, blocking), name_map)
 
     # every pair of tensors, then the questions and the one decision
     options: dict[str, Any] = {
@@ -184,7 +184,19 @@ def compare(
         note = fact("truth_judges_two") if truths[0] else ""
         judged = command("compare", *pair, truth=judge, note=note)
         report = replaced(report, verdict=replaced(report.verdict, commands=[judged]))
-    return _one_run_report(report, a)
+    return _one_run_report(_named_alike(report, name_map), a)
+
+
+def _named_alike(report: Report, name_map: str | Path | None) -> Report:
+    """The report, whose commands read the same names; a descent reads those of one model alone."""
+    if name_map is None:
+        return report
+    commands = [
+        each.with_options(map=name_map) if each.name == "compare" else each
+        for each in report.verdict.commands
+        if each.name != "localize"
+    ]
+    return replaced(report, verdict=replaced(report.verdict, commands=commands))
 
 
 def measure_runs(

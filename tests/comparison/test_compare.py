@@ -125,6 +125,12 @@ def test_a_name_map_matches_other_names(run, tmp_path):
     assert {s.match for s in report.sites} == {"name map"}
     assert {module_of(s.site) for s in report.sites} == {f"model.layers.{n}" for n in range(3)}
     assert "model.norm:out" in {s.site for s in report.coverage.unmatched}
+    off = run(task="encoder", plants=["layers.1.mlp:out=scale:2"])
+    commands = compare(run(), off, name_map=names).verdict.commands
+    assert "compare" in {each.name for each in commands}
+    for each in commands:  # none that reads the names of one model alone, or forgets the map
+        assert each.name != "localize"
+        assert each.name != "compare" or each.options["map"] == str(names)
 
 
 @pytest.mark.parametrize(

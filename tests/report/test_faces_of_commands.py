@@ -48,7 +48,7 @@ NUMBERS = ("inspect", "selfcheck", "sensitivity", "quantize", "probe", "replay",
 """Their JSON holds what the sentence is made of, and no sentence."""
 TABLES = ("scores", "doctor")
 """Commands that print Markdown."""
-LABELS = ("95%", "90%", "99%", "report.md", "report.html")
+LABELS = ("95%", "90%", "99%", "report.md", "report.html", "tested.json")
 """Of intervals, of quantiles and of files: what their JSON has under keys."""
 WHOLE = ("-v", "page", "Markdown")
 """Faces that hold all of the opening lines."""

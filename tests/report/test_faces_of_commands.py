@@ -96,7 +96,8 @@ def words(text: str) -> str:
 def facts_of(screen: str) -> list[str]:
     """The parts of each line before what is next, as far as they are whole."""
     lines = re.split(r"^next$", screen, flags=re.M)[0].splitlines()
-    shown = [line for line in lines if line[:6] != "more  " and "> odd" not in line]
+    left = ("more  ", "the page to send")  # what is no part of the answer
+    shown = [line for line in lines if not line.startswith(left) and "> odd" not in line]
     parts = [part for line in shown for part in re.split(r"  +|: ", line) if "…" not in part]
     return [part.strip(" -?!>:") for part in parts]
 

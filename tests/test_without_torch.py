@@ -98,7 +98,7 @@ def test_check_inspect_and_several_runs(runs):
     for words, code, told in (
         (["check", "llama-a", "llama-b"], 0, "PASS"),
         (["check", "llama-a", "llama-wrong"], 1, "FAIL"),
-        (["inspect", "llama-a"], 0, "model.layers"),
+        (["inspect", "llama-a"], 0, "84 records"),
         (["inspect", "llama-a", "--site", "model.layers.0:out"], 0, "free"),
         (["compare", "llama-a", "llama-b", "llama-wrong"], 0, "llama-wrong"),
         (["compare", "llama-a", "llama-b", "--html", "page.html"], 0, "page.html"),

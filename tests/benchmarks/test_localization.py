@@ -108,7 +108,7 @@ def test_the_stored_trials_print_the_tables_of_the_page(capsys, monkeypatch):
     page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     part = page.partition("## Localization")[2].partition("Health, ")[0]
     rows = [line for line in part.splitlines() if line.startswith("| ") and "%" in line]
-    assert len(rows) > 20
+    assert len(rows) > 10
     assert [row for row in rows if row not in printed] == []
 
 

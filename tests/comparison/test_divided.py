@@ -128,7 +128,7 @@ def test_parts_cut_otherwise_are_no_difference(run_of):
     for store in ("hash", "stats"):
         with pytest.raises(IncomparableError) as error:
             compare(run_of({}, whole, store), run_of({"tp": 2}, parts, store))
-        assert "cut otherwise" in error.value.hint
+        assert "cut otherwise" in str(error.value)
     scaled = [("m:out", HALVES, (LEFT, RIGHT * 2))]
     report = compare(run_of({}, whole, "stats"), run_of({"tp": 2}, scaled, "stats"))
     assert not only_site(report).identical and only_site(report).at_least > 0.5
@@ -153,7 +153,7 @@ def test_digests_of_two_kinds_are_no_difference(run_of):
     lines.write_text(json.dumps(record) + "\n")
     with pytest.raises(IncomparableError) as error:
         compare(host, Run.open(device.path))
-    assert "two kinds" in error.value.hint
+    assert "two kinds" in str(error.value)
 
 
 def test_fingerprints_look_at_every_part(run_of):

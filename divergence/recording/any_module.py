@@ -169,6 +169,7 @@ class Recording:
             finally:
                 _AGAIN.reset(before)
         self._raised = False
+        self._sink.hand_on()  # a process that is killed later leaves the step
         return result
 
     def _forward(

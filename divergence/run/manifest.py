@@ -622,8 +622,8 @@ class SampleTokens(_Strict, kw_only=True):
     """Of a step of ``record`` whose ``inputs`` are told: what else it was called with, by name or
     place."""
     parts: dict[Annotated[str, msgspec.Meta(max_length=1000)], list[str]] = {}
-    """Of its arguments that are lists, tuples or dicts, by name: which, and the keys of its parts,
-    whose names are ``NAME.KEY``."""
+    """By name of an argument that is a list, tuple or dict: which of them, then its keys. A part is
+    called ``NAME.KEY``."""
     media: list[MediaNote] = []
     """The pictures, then the sounds, in the prompt's order."""
     weights: str | None = None

@@ -353,6 +353,7 @@ def _key_heads(*sides: StoredWeights) -> int | None:
         if file.is_file():
             config = json_value(read_bytes(file, error=UsageError), where=str(file))
             config = config.get("text_config", config) if isinstance(config, dict) else {}
+            config = config if isinstance(config, dict) else {}
             for key in ("num_key_value_heads", "num_attention_heads"):
                 if type(num := config.get(key)) is int and num > 0:
                     return num

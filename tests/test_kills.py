@@ -150,6 +150,7 @@ COMMANDS = {
 QUICK = ("bless", True, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "there", "every"),
     [

@@ -36,6 +36,7 @@ _WRITES = re.compile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_no_other_module_writes_files():
     """A new output goes through divergence/output.py."""

@@ -117,6 +117,7 @@ def test_a_killed_capture_is_readable(killed):
     assert {record.sample for record in run.records} <= set(range(NUM_PROMPTS))
 
 
+@pytest.mark.slow
 def test_an_interrupted_capture_is_readable(interrupted):
     """Exit code 130, no traceback; what was seen until then is written."""
     path, code, out, err = interrupted
@@ -198,6 +199,7 @@ def test_compare_says_how_far_incomplete_runs_go(invoke, killed, interrupted):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [pytest.param("killed", marks=pytest.mark.slow), "interrupted"])
 def test_inspect_and_check_know_an_incomplete_run(invoke, stopped, request):
     """It is shown as such, and cannot become a golden."""
@@ -212,6 +214,7 @@ def test_inspect_and_check_know_an_incomplete_run(invoke, stopped, request):
     assert "incomplete" in err
 
 
+@pytest.mark.slow
 def test_an_incomplete_run_is_replaced_by_force_alone(llama, interrupted, invoke):
     """It may be all that is left of a long night."""
     run = interrupted[0]

@@ -40,6 +40,7 @@ def bench(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("onnx", marks=pytest.mark.whole)])
 def test_faults_are_found_alike_in_every_engine(bench, engine):
     """The block, and the side; the healthy pair raises no alarm."""

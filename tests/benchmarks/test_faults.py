@@ -143,6 +143,7 @@ def test_no_weight_is_touched(fresh):
     assert all(torch.equal(tensor, weights[key]) for key, tensor in after.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", LACKS)
 def test_what_applies_follows_the_structure(architecture, fresh, healthy):
     """Faults whose part is missing are refused; the others show, in a 16-bit model too."""

@@ -31,6 +31,7 @@ def test_stored_runs_that_were_damaged(tmp_path, monkeypatch):
     assert {0, 2} <= set(codes)  # some are still runs, most are none
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_foreign_forms_that_were_damaged(tmp_path, monkeypatch):
     """What other programs write ends in an answer or an error, too; whole, each form is read."""

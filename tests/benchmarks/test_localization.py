@@ -69,6 +69,7 @@ def test_a_healthy_pair_uses_less_than_its_limits(bench, architecture, dtype):
     assert first_bad("e > 3 e of the layer before", forwards) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["candidate", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "architecture, dtype, fault, block",

@@ -51,6 +51,7 @@ def store(tmp_path_factory, runs):
     return made
 
 
+@pytest.mark.slow
 def test_a_recorded_pair_answers_as_the_pair_did(store, runs, capsys):
     """Kind, place, side and confidence come from the recording alone, with a truth and without."""
     assert observations.replay(store, ["massive"])

@@ -62,6 +62,7 @@ def test_a_healthy_pair_blames_no_operator(bench):
         assert report.operators.num_matched > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["candidate", "reference"])
 @pytest.mark.parametrize(
     ("architecture", "dtype", "fault", "role", "strength"),

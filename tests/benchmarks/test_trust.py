@@ -64,6 +64,7 @@ def test_every_case_has_a_name_of_its_own_and_a_sentence():
     assert all(case.run.__doc__ and case.run.__doc__.endswith(".") for case in trust.CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

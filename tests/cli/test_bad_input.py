@@ -130,6 +130,7 @@ def test_a_damaged_config(refused, model_copy, name):
     refused("capture", model, "-o", "x", said=("cannot load", "damaged, or for another version"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit", "emu3_text_model", "mllama_text_model"])
 def test_a_config_that_no_auto_class_takes(refused, model_copy, kind):
     """Its files are whole: the error says so, and names the ways that are left."""
@@ -496,6 +497,7 @@ def test_force_does_not_remove_what_is_no_run(refused, llama, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_odd_names_are_names(invoke, llama, tmp_path):
     """Brackets, spaces, quotes, other alphabets, bytes that are no text."""
     for name in ("a [red]b[/red] ü 'x' \"y\" 名前", "-", "caf\udce9"):
@@ -516,6 +518,7 @@ def test_a_home_directory_in_quotes(invoke, llama, tmp_path, monkeypatch):
     assert (tmp_path / "~nobody-here/manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_written(runs):
     """A full disk behind stdout is no success."""
     with open("/dev/full", "w") as full:
@@ -533,6 +536,7 @@ def test_an_answer_that_cannot_be_written(runs):
 # --- repeating ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_repeated(refused, runs, llama, tmp_path):
     """No run, prompts beside it, onto itself, steps that it does not have."""
     shutil.copytree(runs / "a", tmp_path / "a")
@@ -614,6 +618,7 @@ def test_runs_with_nothing_in_common(refused, runs):
     refused("check", runs / "head", runs / "first", said="nothing was compared")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check"), [("weights", "other weights"), ("tokens", "the prompts differ")]
 )
@@ -638,6 +643,7 @@ def test_other_tokens_by_force(invoke, runs):
     assert " against " in err
 
 
+@pytest.mark.slow
 def test_nan_on_one_side_is_a_divergence(invoke, runs):
     """1 from check and from --exit-code, 0 from a plain compare, which only answers."""
     for pair in ((runs / "a", runs / "nan"), (runs / "nan", runs / "a")):

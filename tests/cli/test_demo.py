@@ -34,6 +34,7 @@ def in_process(monkeypatch, own_truths):
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "module"),
     [("gpt2", "transformer.h.1.mlp.c_proj"), ("remote-code", "bricks.1.narrow")],
@@ -110,6 +111,7 @@ def test_a_path_that_holds_no_model_is_said_before_anything_runs(
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_ends_the_demo_with_its_exit_code(
     invoke, llama, tmp_path, monkeypatch
 ):

@@ -57,6 +57,7 @@ def test_ci_fails_on_a_planted_fault_and_names_its_block(invoke, golden):
     assert "planted" in err
 
 
+@pytest.mark.slow
 def test_other_prompts_are_incomparable(invoke, golden, llama):
     """Two experiments are neither a pass nor a divergence."""
     other = ("capture", llama, "-o", "other", "--prompt", "Another text", "-q")

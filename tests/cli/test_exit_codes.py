@@ -96,6 +96,7 @@ divergence.cli.compare.settings = lambda name: ctypes.CDLL(None).exit(1)"""
     assert done.returncode == 3, done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_while_an_error_is_told_and_at_the_end():
     """Neither is a verdict, nor is an answer that cannot be written at the very end (120)."""
     done = ended(

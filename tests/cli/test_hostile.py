@@ -207,6 +207,7 @@ def commands(one: Path, two: Path) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
 def test_no_text_of_a_run_forges_a_line(runs, invoke, tmp_path, both):
     """Every field at once, in each command that reads a run."""
@@ -319,6 +320,7 @@ def test_a_few_bytes_ask_for_no_endless_work(runs, invoke, tmp_path, name):
         assert said in err
 
 
+@pytest.mark.slow
 def test_a_pattern_of_a_run_is_no_more_work_than_another(runs, invoke, tmp_path):
     """Each of 41 characters doubled the time. A run's own is not matched: ``--like`` records the
     sites that it holds."""

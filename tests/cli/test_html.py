@@ -122,6 +122,7 @@ def test_bad_input_is_told_before_the_work(words, said, invoke):
     assert (code, out) == (2, "") and said in err
 
 
+@pytest.mark.slow
 def test_a_picture_is_written_beside_the_answer(runs, invoke, tmp_path):
     """As Python draws it; the answer is what it is without."""
     pytest.importorskip("resvg_py", reason="the extra `plot` is not installed")

@@ -50,6 +50,7 @@ def test_help_loads_nothing_heavy(command):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing():
     """`import divergence` is free, and its names are there when asked for: functions, in whatever
     order its packages are imported, as none has the name of one."""
@@ -174,6 +175,7 @@ def test_long_work_tells_where_it_is(invoke, replace_api, monkeypatch, asked, va
     assert [line for line in said if line != "begin"] == wanted
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_once_the_work_has_begun():
     """The start, which leaves nothing to collect, goes without; what comes later does not, to the
     end of the command."""

@@ -76,6 +76,7 @@ def test_a_truth_is_offered_where_it_can_tell(tmp_path, llama, faulty, answer):
     assert any("-deep" not in command for command in offered) == (faulty == "candidate")
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_nothing_is_offered_that_cannot_work(tmp_path, llama, invoke):
     """No measuring of runs that have no tensor in common, no repeating of a run that no capture
@@ -140,6 +141,7 @@ def test_every_command_that_compare_offers_works(tmp_path, llama, follow, case, 
     assert tried or case == "healthy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "needed"),
     [

@@ -43,6 +43,7 @@ def test_the_whole_way_through_a_bucket(invoke, archive, s3):
     assert "every tensor has the checksum" in out
 
 
+@pytest.mark.slow
 def test_what_is_printed_to_do_next_works(invoke, archive, s3):
     """Each command that a comparison prints names the URL and can be pasted."""
     assert invoke("capture", "--like", "a.tar", "-o", f"{s3}/b", "--plant", PLANT, "-q")[0] == 0

@@ -30,6 +30,7 @@ def runs(tmp_path_factory, llama):
     return folder
 
 
+@pytest.mark.slow
 def test_replay_compare_and_inspect(invoke, runs):
     """One run, its replay and its truth: identical here, and every command says so."""
     code, out, err = invoke("replay", runs / "a", "-o", "a2", "--device", "cpu", "--label", "here")

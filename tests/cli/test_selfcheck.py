@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 
+
+@pytest.mark.slow
 def test_runs_are_kept_and_the_command_line_answers(llama, invoke, tmp_path):
     """With --keep the runs stay, and the answer says which two to compare."""
     code, out, _ = invoke(

@@ -58,6 +58,7 @@ def test_runs_are_kept_on_this_machine():
         selftest("cpu", quick=True, keep="s3://bucket/selftest")
 
 
+@pytest.mark.slow
 def test_an_interrupted_one_is_written(few, invoke, tmp_path, monkeypatch):
     """After Ctrl-C the file holds the steps that were made, and says that it is not complete."""
 

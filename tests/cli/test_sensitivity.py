@@ -33,6 +33,7 @@ def test_answers(invoke, pair):
     assert [one["block"] for one in answer["sizes"]] == ["model.layers.0", "model.layers.3"]
 
 
+@pytest.mark.slow
 def test_thresholds_come_from_a_policy(invoke, pair, tmp_path):
     """Limits ten times as wide see only larger faults."""
     (tmp_path / "wide.toml").write_text(

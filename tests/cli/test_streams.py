@@ -36,6 +36,7 @@ def shell(runs: Path, command: str, redirected: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "redirected"),
     [
@@ -55,6 +56,7 @@ def test_an_answer_that_has_nowhere_to_go_is_2(runs, command, redirected):
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "redirected", "code"),
     [

@@ -51,6 +51,7 @@ def test_every_answer_has_json_quiet_and_verbose(name):
     assert f"divergence {name}" in command.epilog
 
 
+@pytest.mark.slow
 def test_the_list_of_commands_says_what_each_says_of_itself():
     """`--help` imports no command, so the first lines are written down a second time."""
     from divergence.cli.main import commands

@@ -55,6 +55,7 @@ def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys
     assert said.startswith(f"DIVERGED: the error is made at {BLOCK}.mlp.down_proj:out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"steps": "decode"}, {"sites": ["lm_head:out"]}, {"sites": [f"{BLOCK}.*"]}],
@@ -144,6 +145,7 @@ def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
     assert last == f"divergence compare {a.path} {b.path}-full --truth {a.path}-truth"
 
 
+@pytest.mark.slow
 def test_a_truth_that_lies_beside_is_named_and_not_taken(llama, tmp_path, invoke):
     """Where the printed commands put it; another run's is passed over."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
@@ -237,6 +239,7 @@ def test_places_beside_archives_and_urls(llama, tmp_path):
         assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys):
     """A's tokens and model again on B's machine; a comparison that means nothing stands last."""
@@ -255,6 +258,7 @@ def test_two_other_experiments_are_made_one(tiny_model, llama, tmp_path, capsys)
     assert compare(a, c).verdict.next[0].startswith(f"divergence capture --like {a.path}")
 
 
+@pytest.mark.slow
 def test_a_truth_given_for_a_run_is_told_what_it_is_for(llama, tmp_path):
     """Nothing is captured like a truth, and none is made of one: such commands end in an error."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)

@@ -277,6 +277,7 @@ def test_nonfinite_on_one_side_is_a_verdict(fault, run, replay):
     msgspec.json.decode(report.to_json())  # nan and inf are still JSON
 
 
+@pytest.mark.slow
 def test_nan_on_both_sides_is_nonfinite(run, replay):
     """One nan that both machines make at one place: equal bits, and no result on either side."""
     plant = "model.layers.1.mlp.down_proj:out=nan:7"

@@ -141,6 +141,7 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
     assert ("nothing that is recorded of the two explains it" in verdict.summary) == unexplained
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 9), st.booleans()),

@@ -62,6 +62,7 @@ def places(blocks):
     return [stack[k] for stack in stacks.values() for k in (0, len(stack) // 2, len(stack) - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["scale:1.2", "noise:0.02"])
 @pytest.mark.parametrize(
     "architecture",
@@ -82,6 +83,7 @@ def test_a_fault_is_found_in_its_block(architecture, fault, reference, tmp_path)
         assert verdict.onset.site == f"{block}:out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", INNER)
 def test_a_fault_is_found_in_16_bits(architecture, dtype, reference, tmp_path):
@@ -126,6 +128,7 @@ def test_the_same_fault_in_every_block_is_systematic(reference, tmp_path):
     assert verdict.onset.block == blocks[0]
 
 
+@pytest.mark.slow
 def test_a_fault_outside_the_blocks_is_found(reference, tmp_path):
     """Embedding, final norm and head are judged like blocks."""
     run, _ = reference("llama")
@@ -153,6 +156,7 @@ def test_a_fault_in_decoding_alone_is_found(reference, tmp_path, monkeypatch):
     assert (verdict.kind, verdict.onset.block, verdict.onset.step) == ("localized", blocks[1], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mamba", "t5"])
 def test_free_runs_alone_find_a_fault_in_float32(architecture, reference, tmp_path):
     """Without an anchored pass the block is named too, with low confidence and the way to more."""
@@ -167,6 +171,7 @@ def test_free_runs_alone_find_a_fault_in_float32(architecture, reference, tmp_pa
         assert any("--like" in command for command in verdict.next)
 
 
+@pytest.mark.slow
 def test_inner_sites_name_the_operator(tmp_path, tiny_model):
     """With --sites modules the onset is the module inside the block."""
     run = capture(
@@ -182,6 +187,7 @@ def test_inner_sites_name_the_operator(tmp_path, tiny_model):
     assert (verdict.kind, verdict.onset.site) == ("localized", site)
 
 
+@pytest.mark.slow
 def test_anchoring_is_exact(reference, tmp_path):
     """A fault in one block leaves every other block's anchored tensors as they were, bit for bit:
     the error of a healthy block is the healthy pair's own."""
@@ -236,6 +242,7 @@ def cached_twice(first_step):
     return update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_cache_that_goes_wrong_is_told_of_all_blocks_from_its_step_on(
     judged, decoded, monkeypatch, answer

@@ -71,6 +71,7 @@ def test_layers_behind_an_early_exit_are_named(tiny_model, tmp_path):
     assert [part.name for part in report.not_exercised] == ["model.layers.*"]
 
 
+@pytest.mark.slow
 def test_a_window_longer_than_the_prompts_is_named(tmp_path):
     """Nothing of a sliding window is seen that holds every token; a shorter one is reached."""
     for window, names in ((64, ["sliding_window"]), (4, [])):

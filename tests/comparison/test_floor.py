@@ -62,6 +62,7 @@ def test_it_holds_the_sums_of_the_error(captured, options):
 HEALTHY = {"attn_implementation": "sdpa", "threads": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "on_a", "on_b", "kind", "side", "block"),
     [
@@ -99,6 +100,7 @@ def test_it_names_the_side(captured, tmp_path, dtype, on_a, on_b, kind, side, bl
     assert (swapped.verdict.kind, swapped.verdict.side) == (kind, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"truth": "full"}, {"store": "sketch"}, {"truth": "floor"}])
 def test_check_names_the_side(captured, bless, tmp_path, options, answer):
     """A golden carries its floor, whatever else it keeps, and `check` says which side is wrong."""

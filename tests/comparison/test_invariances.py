@@ -83,6 +83,7 @@ def test_a_constant_is_no_fault_in_a_batch(runs, tmp_path):
     assert (verdict.kind, verdict.side) == ("within_floor", "neither"), verdict
 
 
+@pytest.mark.slow
 def test_a_constant_behind_the_head_is_no_fault(runs, tmp_path):
     """Also where the code between the head and what the model returns adds it."""
 
@@ -161,6 +162,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_constant_hides_no_fault_beside_it(runs, tmp_path, name):
     """What is left without the constant is beyond rounding, so the head is at fault."""
@@ -211,6 +213,7 @@ def test_a_constant_before_a_cap_is_a_fault(tmp_path):
     assert "one constant a row" not in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_constant_beside_a_fault_in_a_block_does_not_hide_the_block(runs, tmp_path):
     """The block is named, and the constant is told beside it."""
 
@@ -227,6 +230,7 @@ def test_a_constant_beside_a_fault_in_a_block_does_not_hide_the_block(runs, tmp_
     assert not any(site.flagged for site in report.sites if site.site == "lm_head:out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("by", [5, 1000, 0.5])
 def test_positions_that_begin_elsewhere_are_no_fault(runs, tmp_path, by, dtype):
@@ -255,6 +259,7 @@ def faster(positions):
 MOVED = {"from the fifth on": from_the_fifth_on, "decode": in_decode_alone, "faster": faster}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MOVED)
 def test_positions_that_move_against_each_other_are_a_fault(runs, tmp_path, name, dtype):
@@ -397,6 +402,7 @@ def test_channels_that_the_next_module_takes_back_are_no_fault(inner, tmp_path, 
     assert not any(site.flagged for site in report.sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), with_dtypes(NOT_TAKEN_BACK))
 def test_channels_that_nothing_takes_back_are_a_fault(inner, tmp_path, name, dtype):
     """The same changes, where the next module computes with them."""

@@ -49,6 +49,7 @@ def test_a_reference_of_zeros_is_the_onset(llama, answer, tmp_path):
     assert report.to_json()
 
 
+@pytest.mark.slow
 def test_weights_kept_in_float32_are_the_same_weights(shared_run, answer):
     """transformers keeps some of T5 in float32 when it loads float16: no other weights."""
     report = answer(shared_run("t5", model=FLOAT32, max_new_tokens=2), dtype="float16")
@@ -99,6 +100,7 @@ def test_printed_commands_repeat_what_makes_the_candidate_special(llama, short, 
     assert "--plant model.layers.1:out=scale:1.5" in command
 
 
+@pytest.mark.slow
 def test_choices_end_where_a_sample_ends(tiny_model, shared_run, answer, tmp_path):
     """In a batch a finished sample is fed padding: those are no choices to agree on."""
     model, options = tiny_model("llama", **FLOAT32), {"batching": BatchOptions(batch=True)}

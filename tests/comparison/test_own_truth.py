@@ -41,6 +41,7 @@ def judged(report):
     return {(site.pass_, site.site, site.sample, site.step): site.truth for site in report.sites}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["healthy", "faulty", "other"])
 def test_it_judges_as_a_truth_made_apart(runs, name):
     """Where the inputs were equal both truths give one verdict, with the same numbers."""
@@ -58,6 +59,7 @@ def test_the_side_is_told_the_other_way_round_too(runs):
     assert divergence.compare(runs["faulty"], runs["a"]).verdict.side == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"plants": ["model.layers.3.mlp:out=scale:4"]}, {}], ids=str)
 def test_the_free_run_is_judged_by_it_too(runs, tmp_path, options):
     """A full truth judges runs that no inputs anchored, as one made apart does."""
@@ -117,6 +119,7 @@ def prefill_alone(tmp_path_factory, tiny_model):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plants", "kind", "side", "block"),
     [

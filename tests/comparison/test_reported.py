@@ -86,6 +86,7 @@ def test_operators_of_sharp_attention_raise_no_alarm(seed, run_of, answer):
     assert {row.verdict for row in report.operators.results} == {"fine"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", ["auto", "no"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_massive_channels_raise_no_alarm(dtype, truth, run_of, answer):
@@ -138,12 +139,14 @@ CPM_ANT = transformers.CpmAntConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_position_bias_raises_no_alarm(run_of, answer):
     """CPM-Ant in float32: buckets of positions, and prompts of its own before the text."""
     a = run_of(CPM_ANT)
     assert is_healthy(answer(a, another_order))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_without_a_truth_the_end_of_a_long_tail_of_tokens_is_no_answer(seed, run_of, answer):
     """In its first block a few tokens' attention is sharp, and a fault of attention looks alike."""
@@ -186,11 +189,13 @@ def sharp_run(run_of):
     return run_of(LLAMA, sharp, prompts=prompts, truth="full")
 
 
+@pytest.mark.slow
 def test_tokens_of_sharp_attention_accuse_nobody(sharp_run, answer):
     """Single tokens are off by ten floors, some on one side alone."""
     assert is_healthy(answer(sharp_run, another_order))
 
 
+@pytest.mark.slow
 def test_a_bad_token_beside_sharp_attention_is_found(sharp_run, answer):
     """One that is far beyond what sharp attention makes of any."""
 
@@ -213,6 +218,7 @@ def test_a_bad_token_beside_sharp_attention_is_found(sharp_run, answer):
     assert "at token 11" in verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", ["auto", "no"])
 def test_a_block_that_alone_differs_is_named_for_sure(truth, run_of, answer):
     """Beside blocks that agree bit for bit a few floors are no rounding."""
@@ -228,6 +234,7 @@ def test_a_block_that_alone_differs_is_named_for_sure(truth, run_of, answer):
     assert verdict.side in ("candidate", None if truth == "no" else "candidate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", ["full", "no"])
 def test_a_race_is_said_with_the_calls_that_it_hits_and_how_many(truth, run_of, answer):
     """One product reads a quarter of its input before it is there, in some calls and not in others:
@@ -299,6 +306,7 @@ def test_the_first_of_blocks_that_are_off_alike_is_not_named_alone(run_of, answe
     assert verdict.kind == "systematic", verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.02, 1.025, 1.08])
 def test_one_step_that_holds_all_that_differs_is_told(factor, run_of, answer):
     """Where all else is equal bit for bit, three floors of one token are a fault."""

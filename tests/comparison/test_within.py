@@ -118,6 +118,7 @@ def test_a_healthy_cache_is_within_the_floor(architecture, dtype, whole_run):
     assert max(site.limit_usage or 0.0 for site in report.sites) < margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("fault", "block", "step"),
@@ -140,6 +141,7 @@ def test_a_wrong_cache_is_found(fault, block, step, dtype, whole_run):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe"])
 def test_pads_are_not_counted_in_the_position(architecture, whole_run):
     """The short prompt of a batch: its wrong token is named by its place in its own sequence."""
@@ -163,12 +165,14 @@ def test_a_coarse_state_is_found(whole_run):
     assert (verdict.kind, verdict.onset.site) == ("localized", "backbone.layers.2:out")
 
 
+@pytest.mark.slow
 def test_a_coarse_cache_everywhere_is_systematic(whole_run):
     """All blocks alike: the cache's dtype, not a layer."""
     run = whole_run(prepare=lambda m: [coarse_cache(m, block) for block in range(4)])
     assert compare(run).verdict.kind == "systematic"
 
 
+@pytest.mark.slow
 def test_a_wrong_rotary_table_is_found_where_it_is_made(whole_run):
     """Blocks get the recorded tables, so that the module which made them is named."""
 
@@ -205,6 +209,7 @@ def test_logits_are_compared(whole_run):
     assert steps == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.slow
 def test_the_commands_go_into_the_block(whole_run):
     """One run is made, with what is inside the block, and compared with itself."""
     verdict = compare(whole_run(prepare=lambda model: wrong_position(model, 1))).verdict
@@ -215,6 +220,7 @@ def test_the_commands_go_into_the_block(whole_run):
     assert len(compared.split()) == 3
 
 
+@pytest.mark.slow
 def test_16_bits_send_to_float32(whole_run):
     """What a 16-bit floor hides is looked for in the same tokens in float32, by one run again."""
     verdict = compare(whole_run("mamba", dtype="bfloat16")).verdict
@@ -260,6 +266,7 @@ def test_without_a_whole_pass_there_is_nothing_to_compare(tiny_model, tmp_path):
     assert made[1] == f"divergence compare {run.path}-whole"
 
 
+@pytest.mark.slow
 def test_a_step_without_its_whole_row_is_counted(whole_run):
     """A site that is missing from the whole pass is skipped with its reason."""
     run, gone = whole_run(), "model.layers.1:out"

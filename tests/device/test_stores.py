@@ -10,6 +10,7 @@ def said(on_device):
     return on_device("stores")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["modules", "stats"])
 def test_every_bit_arrives(said, name):
     """Copies beside late kernels hold what the hooks saw, and so do digests made there."""
@@ -30,17 +31,20 @@ def test_every_form_is_of_the_same_bits(on_device):
         assert out.startswith("IDENTICAL: all "), (name, out)
 
 
+@pytest.mark.slow
 def test_no_copy_is_waited_for(said):
     """The buffer's places are page-locked for a runtime that knows it by its first byte alone."""
     assert said["unpinned"] == 0
 
 
+@pytest.mark.slow
 def test_the_model_waits_for_no_copy(said):
     """However much is recorded: what waits is the writer's thread."""
     few, many = said["waits"]
     assert many == few
 
 
+@pytest.mark.slow
 def test_the_machine(said):
     """``env`` names the device."""
     code, out, _ = said["env"]

@@ -154,6 +154,7 @@ def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
     assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
 
 
+@pytest.mark.slow
 def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
     """Several of a side; each run has them in its environment and, but for secrets, in its label.
     What one lacks is as in this process."""
@@ -186,6 +187,7 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
     assert shown_lines[1].startswith("X=2 Y='a b' API_TOKEN=… divergence capture --like")
 
 
+@pytest.mark.slow
 def test_a_second_diff_takes_the_reference_of_the_first(llama, tmp_path, here, monkeypatch):
     """Where all that it was made of is the same; else it is captured anew, and why is said."""
     model = tmp_path / "model"

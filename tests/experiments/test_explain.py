@@ -56,6 +56,7 @@ def explained(a, b, **options):
     return report.tokens.explanation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_single_fault_explains_its_flip(dtype, run):
     """One planted block, other kernels everywhere: its error alone moves the logits all the way."""
@@ -82,6 +83,7 @@ def test_a_fault_is_explained_before_a_tie(run):
     assert found.share == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.slow
 def test_a_bystander_explains_nothing_of_it(run, monkeypatch):
     """The error of a healthy block is rounding: put in alone it leaves the token as it was."""
     monkeypatch.setattr(
@@ -106,6 +108,7 @@ def test_the_second_sample_of_a_batch_is_explained(run, monkeypatch):
     assert found.share == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_faulty_reference_disturbs_the_candidates_model(llama, tmp_path):
     """Where the truth blames the reference, its error is put into the candidate's run."""
     a = capture(
@@ -121,6 +124,7 @@ def test_a_faulty_reference_disturbs_the_candidates_model(llama, tmp_path):
     assert found.share == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.slow
 def test_without_a_flip_the_closest_decision_is_explained(run):
     """A healthy pair: the block with the largest error, which is said to be unflagged."""
     a, b = run("float32")
@@ -148,6 +152,7 @@ def test_free_runs_alone_are_refused(run, tmp_path):
     assert "--like" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_an_error(llama, tmp_path):
     """The runs are enough to compare, but not to run the model."""
     copy = shutil.copytree(llama, tmp_path / "model")
@@ -188,6 +193,7 @@ def test_an_error_of_the_head_is_added_to_the_one_row_it_makes(run):
     assert found.share == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_command_explains(run, tmp_path, capsys, monkeypatch):
     """compare --explain-token: lines under the tokens, and the same as JSON."""
     from divergence.cli.main import app

@@ -60,6 +60,7 @@ def names(paths):
     return [path.rpartition("/")[2] for path in paths]
 
 
+@pytest.mark.slow
 def test_each_row_is_the_comparison_with_the_first(fleet):
     """The same report as compare gives of the two, and figures that are taken from it."""
     matrix = compare_many(fleet / "a", [fleet / "b", fleet / "d"], truth=fleet / "truth")

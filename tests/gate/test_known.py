@@ -84,6 +84,7 @@ def test_a_fault_beside_a_known_difference_fails(golden, again):
     assert check(golden, new, policy=policy(both)).passed
 
 
+@pytest.mark.slow
 def test_operators_in_a_known_block_are_known(golden, again, checked, tmp_path_factory):
     """What they make ends in the block's output, which is no larger than known; in another block
     they are not."""

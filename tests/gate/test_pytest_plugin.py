@@ -40,6 +40,7 @@ def project(pytester, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_a_golden_is_blessed_checked_and_chosen(project, pytester, runs):
     """First there is none; blessed, the next run passes; a fault fails with the report."""
     project(f"divergence_golden('llama', run={str(runs / 'one')!r})")
@@ -68,6 +69,7 @@ def test_a_golden_is_blessed_checked_and_chosen(project, pytester, runs):
     result.stdout.fnmatch_lines(["*cannot become a golden*planted faults*"])
 
 
+@pytest.mark.slow
 def test_a_model_is_captured_and_kept_as_a_sketch(project, pytester, llama):
     """With the options of capture."""
     project(

@@ -67,6 +67,7 @@ def one_row(size=1e-2, tokens=64):
     return a, a + other * (b - a)
 
 
+@pytest.mark.slow
 def test_few_rows():
     """Where one row differs the pooled sums tell by how much, to ±1/√(2K), which is what the
     interval says; 8 projections do not. The row has all of it."""
@@ -155,6 +156,7 @@ def test_scale():
     assert exact.rel_l2 == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 4, 100])
 @pytest.mark.parametrize("uneven", [False, True])
 def test_coverage(tokens, uneven):

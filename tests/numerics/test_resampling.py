@@ -29,6 +29,7 @@ def test_healthy_pairs_are_seldom_taken_for_a_shift():
     assert claims <= 5
 
 
+@pytest.mark.slow
 def test_the_smallest_shift_is_seen_four_times_in_five():
     """At the size that is said to be seen, it is."""
     generator = np.random.default_rng(2)

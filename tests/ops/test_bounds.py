@@ -354,6 +354,7 @@ def test_schemas_of_packages_are_held_to_the_same():
                 check_operator(getattr(torch.ops.divtest4, name).default)
 
 
+@pytest.mark.slow
 def test_all_of_this_holds_in_replay_and_repro(record, tmp_path):
     """A recorded run whose operator was exchanged: nothing is run, nothing is written."""
     source = record(lambda: torch.relu(X))

@@ -66,6 +66,7 @@ def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architectur
         assert error <= terms * 2**-24 * right[finite].norm(), record.site
 
 
+@pytest.mark.slow
 def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):
     """Its own operator for grouped products is found again, in float64 too."""
     run = capture(
@@ -158,6 +159,7 @@ def test_fused_experts_are_taken_from_the_loaded_model(tiny_model, tmp_path):
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu", model=model))
 
 
+@pytest.mark.slow
 def test_the_escalated_pass_gives_the_recorded_bits(tiny_model, tmp_path):
     """Its weights are widened again as that pass widened them; a truth is not replayed at all."""
     a = capture(str(tiny_model("llama", dtype="bfloat16")), out=tmp_path / "a", **OPTIONS)

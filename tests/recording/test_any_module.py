@@ -278,6 +278,7 @@ def test_what_a_module_holds_and_how_it_is_set_is_named(tmp_path, llama):
     assert "variance_epsilon" in str(lines["code"].detail)
 
 
+@pytest.mark.slow
 def test_a_loop_with_a_cache_is_repeated(tmp_path, llama):
     """The anchored forward gets the cache as the first forward got it."""
     model = AutoModelForCausalLM.from_pretrained(llama)
@@ -347,6 +348,7 @@ def test_an_argument_that_cannot_be_copied_is_handed_on(tmp_path):
     assert compare(tmp_path / "a", tmp_path / "b").verdict.kind == "identical"
 
 
+@pytest.mark.slow
 def test_a_wrong_block_of_a_loop_with_a_cache_is_named(tmp_path, llama):
     """The anchored pass goes on with a cache of its own, as A's keys and values filled it; calls of
     the module itself are steps."""

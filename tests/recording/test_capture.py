@@ -40,6 +40,7 @@ def test_an_encoder_decoder_encodes_once_and_decodes(captured):
     assert steps["decoder"] == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_a_chat_goes_through_the_template(captured, replay):
     """--chat wraps the prompt in the template; messages in a file always are."""
     run = captured("llama", capture_options={"prompts": ["hi"], "chat": True})
@@ -63,6 +64,7 @@ def test_messages_need_a_template(tiny_model, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_token_ids_are_taken_as_they_are(captured, replay, tmp_path):
     """input_ids in a prompts file are neither tokenised nor wrapped."""
     prompts = tmp_path / "p.jsonl"
@@ -101,6 +103,7 @@ def test_a_batch_is_compared_with_single_prompts(architecture, captured, tmp_pat
     assert report.coverage.num_compared > 0.9 * len(single.records)
 
 
+@pytest.mark.slow
 def test_a_padded_batch_repeats_itself(captured, replay):
     """Pads travel with the run."""
     run = captured("llama", capture_options={"prompts": PROMPTS, "batch": True})
@@ -306,6 +309,7 @@ def test_a_run_is_not_overwritten(llama, tmp_path):
         capture(str(llama), out=tmp_path / "thesis", force=True, **options)
 
 
+@pytest.mark.slow
 def test_each_forward_is_told_as_it_ends(llama, tmp_path):
     """By its step, which is 0 for the prefill, of how many there are to be."""
     seen = []

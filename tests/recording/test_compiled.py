@@ -63,6 +63,7 @@ def test_compiled_blocks_are_recorded_whole(folder, plain, tmp_path):
     assert compare(plain, again).verdict.kind == "identical"
 
 
+@pytest.mark.slow
 def test_sites_inside_a_compiled_module_are_recorded(folder, plain, tmp_path):
     """Torch does not trace the hooks; that they divide the graph is said."""
     said = []

@@ -106,6 +106,7 @@ def test_a_healthy_model_has_float32s_floor(distances):
     assert 0.5 * 2**-16 < over_floor < 5 * 2**-16
 
 
+@pytest.mark.slow
 def test_coarse_arithmetic_vanishes(distances):
     """A norm in bfloat16 is seen in the anchored pass; widened, it is the right formula."""
     apart, _, over_healthy = distances(coarse_norm)
@@ -149,6 +150,7 @@ def test_float32_needs_no_third_pass(captured, like):
     assert "no escalated pass: the model is in float32" in notes[0]
 
 
+@pytest.mark.slow
 def test_half_precision_is_escalated_without_the_anchored_pass(captured, like):
     """float16 too, and --no-anchor leaves out the anchored pass only."""
     run = captured("gpt2", dtype="float16")
@@ -222,6 +224,7 @@ def test_a_run_is_escalated_from_its_own_free_pass(own):
         assert (wide - right).norm() < 2**-10 * (free - right).norm()
 
 
+@pytest.mark.slow
 def test_both_sides_escalated_are_sure(own, like):
     """A without such a pass leaves A's own float32 unseen: said, with what to run."""
     b = like(own, attn_implementation="sdpa")
@@ -247,6 +250,7 @@ def test_a_fault_of_a_below_its_floor_is_as_s(wide, like):
     assert (verdict.kind, verdict.side, verdict.onset.block) == ("localized", "reference", BLOCK)
 
 
+@pytest.mark.slow
 def test_one_truth_judges_two_repetitions(own, tmp_path):
     """``compare B C --truth A``: the truth that A carries."""
     b = capture(like=own, out=tmp_path / "b")
@@ -280,6 +284,7 @@ def test_what_the_truth_does_not_reach_is_held_against_the_other(
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, side)
 
 
+@pytest.mark.slow
 def test_an_input_s_fault_is_planted_once(wide, like):
     """The free pass has the planted input already, and its block is not blamed for it."""
     bad = wide(prompts=["Kernels differ."], plants=[f"{BLOCK}:in=scale:1.05"])
@@ -288,6 +293,7 @@ def test_an_input_s_fault_is_planted_once(wide, like):
     assert verdict.onset.site == f"{BLOCK}:in"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [False, True])
 def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, like, tmp_path):
     """Of two repetitions the command names the run that both repeat, and not one of them: their
@@ -303,6 +309,7 @@ def test_the_unseen_side_repeats_what_both_got_the_inputs_of(own, swapped, like,
     assert compared.endswith(f"--truth {own.path}")
 
 
+@pytest.mark.slow
 def test_the_run_that_was_repeated_is_asked_too(own, like):
     """As B, where A is its repetition: its own inputs are what it is anchored to."""
     plain = without_passes(own, ["escalated"])

@@ -212,6 +212,7 @@ def test_steps_select_forwards(captured):
         assert {r.step for r in run.records} == steps
 
 
+@pytest.mark.slow
 def test_positions_select_tokens_of_the_prompt(captured):
     """Only the chosen tokens are kept, and the record says which."""
     whole = captured("llama")

@@ -103,6 +103,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "options"), some_slow(TOGETHER, 3))
 def test_steps_made_together_are_the_steps(architecture, options, both_ways):
     """Sites, order, shapes and dtypes are those of the steps one by one, values but for float64's
@@ -139,6 +140,7 @@ ONE_BY_ONE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "options", "tries"), some_slow(ONE_BY_ONE, 3))
 def test_what_does_not_fit_is_made_one_by_one(architecture, options, tries, both_ways):
     """It is not tried, or tried once and taken back: the truth is the same, bit for bit."""
@@ -160,6 +162,7 @@ def test_tables_that_change_with_the_length_are_seen(limit, tries, both_ways):
     assert_same(truth, alone)
 
 
+@pytest.mark.slow
 def test_progress_counts_every_step(tmp_path, shared_run):
     """Blocks of steps that are made together are told as often as those of steps one by one."""
     told: dict[str, list] = {"free": [], "anchored": []}
@@ -176,6 +179,7 @@ def test_progress_counts_every_step(tmp_path, shared_run):
         assert sorted(detail for _, _, detail in steps) == sorted(10 * blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_model_that_decodes_otherwise_is_seen(where, both_ways, monkeypatch):
     """A forward of several rows that is off by 2^-20 in one of them: nothing of it is recorded."""

@@ -460,6 +460,7 @@ def test_a_cache_is_held_against_whole_forwards(model, tmp_path, name):
     assert compare(a, b).verdict.kind in ("identical", "within_floor")
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_what_such_prompts_are_not_run_with_is_refused(model, tmp_path, monkeypatch):
     """Each with a word of its own, and none of them after the model has run."""
@@ -537,6 +538,7 @@ def llava(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_prompts_of_text_run_the_text_of_a_model_with_pictures(llava, tmp_path):
     """With its anchored passes and its own truth; the tower that nothing ran is named."""
     a = capture(llava, out=tmp_path / "a", prompts=[[1, 7, 8, 9]], max_new_tokens=2, truth="full")
@@ -552,6 +554,7 @@ def test_prompts_of_text_run_the_text_of_a_model_with_pictures(llava, tmp_path):
     assert Run.open(truth(a, out=tmp_path / "t").path).manifest.complete
 
 
+@pytest.mark.slow
 def test_a_fault_in_its_text_is_found(llava, tmp_path, answer):
     """As in any other model."""
     prompts = [[1, 7, 8, 9] * 4]

@@ -41,6 +41,7 @@ def test_names_are_escaped_and_back(name):
     assert path == name or "%" in path or path == "."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_of_any_name_are_compared(llama, tmp_path, name):
     """Every record is paired, in the free and in the anchored pass, and a fault is found there."""
@@ -65,6 +66,7 @@ def test_blocks_of_any_name_are_compared(llama, tmp_path, name):
     assert result.report.verdict.onset.site == f"{path}.1:out"
 
 
+@pytest.mark.slow
 def test_operators_in_such_modules_are_operators(llama, tmp_path, answer):
     """A slash in the module's name is no operator's, and the operator's still is one."""
     prepare, sites = renamed("lay/ers"), ["blocks", "ops@model.lay%2Fers.1"]

@@ -29,6 +29,7 @@ def accelerate():
     return pytest.importorskip("accelerate", reason="--device-map needs accelerate")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_on_disk_are_digested_and_used(accelerate, tiny_model, tmp_path, tied):
@@ -58,6 +59,7 @@ def test_weights_on_disk_are_digested_and_used(accelerate, tiny_model, tmp_path,
     assert report.verdict.kind == "identical" and not report.coverage.unmatched
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_passes_over_weights_on_disk(accelerate, tiny_model, tmp_path):
     """Anchored and escalated passes see the values, not the placeholders; and a map in a file is

@@ -169,6 +169,7 @@ def test_weights_are_named_and_stored_on_request():
     assert torch.equal(found.tensors[".:in.weight"], linear.weight)
 
 
+@pytest.mark.slow
 def test_the_result_is_not_changed_by_recording(llama, tmp_path):
     """Not a bit, in a real model and every dtype."""
     for dtype in ("float32", "bfloat16"):

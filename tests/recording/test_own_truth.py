@@ -54,6 +54,7 @@ def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     assert not run.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "bert"])
 def test_a_fast_writer_takes_no_floor_away(heard, tiny_model, monkeypatch, architecture):
     """What a module returns may be what its last child returned: by then it may be written."""
@@ -74,6 +75,7 @@ def test_a_fast_writer_takes_no_floor_away(heard, tiny_model, monkeypatch, archi
     assert outer <= {site.partition(":")[0] for _, site in floors[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
@@ -109,6 +111,7 @@ def test_it_is_what_a_truth_made_apart_has(heard, tiny_model, tmp_path, architec
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_what_else_is_recorded_stays_as_it_was(heard, llama):
     """All other records are those of a capture without a truth, bit for bit."""
     with_truth, _ = heard(llama, truth="auto", whole=True, repeat=2)
@@ -203,6 +206,7 @@ def test_a_repeated_run_makes_none_unless_told(own_truths, heard, llama):
     assert "truth" in told.manifest.plan.passes
 
 
+@pytest.mark.slow
 def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
     """A block whose own float64 is far from its free pass is named, with how far."""
     fault = "model.layers.1.mlp:out=scale:1.5"
@@ -210,6 +214,7 @@ def test_a_fault_far_beyond_rounding_is_said_at_capture(heard, llama):
     assert [note for note in notes if note.startswith("model.layers.1: its float64 differs")]
 
 
+@pytest.mark.slow
 def test_a_residual_in_float32_of_16_bit_products_is_no_fault(heard, tiny_model):
     """A block hands on float32, and computes in bfloat16: that is what its rounding is."""
     run, notes = heard(tiny_model("mamba"), truth="auto", dtype="bfloat16")
@@ -252,6 +257,7 @@ def test_a_dry_run_says_whether_it_will_be_escalated(llama, dry_run, options, ma
     assert any(word in note for note in plan["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, monkeypatch):
     """Those are of all prompts together: what the first alone gives is not recorded as theirs."""
@@ -266,6 +272,7 @@ def test_a_step_that_is_cut_short_has_no_gradients_of_parameters(heard, llama, m
     assert [site for _, _, site in places(full, "truth") if "#backward:out." in site]
 
 
+@pytest.mark.slow
 def test_a_fused_kernel_is_asked_for_nothing(heard, llama):
     """An attention kernel without float64 makes the free pass alone: the truth has `eager`."""
     from transformers import AttentionInterface, AttentionMaskInterface

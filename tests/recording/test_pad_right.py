@@ -37,6 +37,7 @@ def test_each_prompt_is_compared_without_its_pads(base, tmp_path, batch):
     }
 
 
+@pytest.mark.slow
 def test_a_padded_run_has_a_truth_and_is_repeated(base, tmp_path, answer):
     """With its layout, and alone without."""
     b = capture(

@@ -104,6 +104,7 @@ def test_a_site_is_decided_once():
     assert rule("b.act:out", (4,), settled=False) is None
 
 
+@pytest.mark.slow
 @given(length=st.integers(0, 70), size=st.integers(1, 9))
 def test_shares_are_those_of_chunk(length, size):
     """Shares add up to the whole and are torch.chunk's, where that gives a rank something."""

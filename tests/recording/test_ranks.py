@@ -171,6 +171,7 @@ def test_anchored_pass_on_two_ranks(more):
     assert {site.pass_ for site in report.sites} == {"free", "anchored"}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_is_repeated_by_one(made, tmp_path):
     """The recorded parts are put together to anchor a single process."""
     two = made("tp")

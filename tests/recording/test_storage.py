@@ -342,6 +342,7 @@ def test_compiled_loops_are_within_the_bound():
     assert compiled.shard_bytes == compiled.ring_bytes // 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
 @pytest.mark.parametrize(
     "mode",

@@ -153,6 +153,7 @@ def test_repeatability_without_bytes(model, tmp_path):
     assert found.num_different == 0 < found.num_compared
 
 
+@pytest.mark.slow
 def test_only_changed(runs, tmp_path):
     """Bytes are stored where digests differ; with the other run at hand everything can be read."""
     plant = ["model.layers.1.mlp:out=scale:1.1"]

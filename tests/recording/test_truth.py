@@ -94,6 +94,7 @@ def test_a_truth_holds_its_run_again_in_float64(architecture, dtype, options, ca
         assert 0 < error < 40 * UNIT[dtype], step
 
 
+@pytest.mark.slow
 def test_tokens_are_the_runs(captured, replay, truth_of):
     """The recorded tokens are forced, whatever the truth would have chosen."""
     run = captured("llama")
@@ -110,6 +111,7 @@ def gpt2(folder) -> torch.nn.Module:
     return model.double().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_free_pass_is_the_float64_model(dtype, captured, truth_of, tiny_model):
     """Where a float64 model can be had another way, it agrees in every block and every step."""
@@ -145,6 +147,7 @@ def test_the_anchored_pass_starts_from_the_runs_inputs(captured, truth_of, tiny_
             assert rel_l2(read(truth, f"{path}:out"), right) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_padded_batch_has_the_truth_of_its_prompts(captured, truth_of):
     """Pads travel with the truth, and the tokens' own numbers are those of each prompt alone."""
     options = {"prompts": PROMPTS, "max_new_tokens": 3}
@@ -245,6 +248,7 @@ def test_a_fused_kernel_is_repeated_by_eager(captured, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_sdpa_is_kept(captured, truth_of):
     """What has a float64 form is repeated as it was."""
     run = captured("llama", dtype="bfloat16", capture_options={"attn_implementation": "sdpa"})

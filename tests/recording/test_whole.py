@@ -77,6 +77,7 @@ def test_the_whole_pass_changes_nothing_else(made):
     assert compare(two, one).coverage.unmatched == []
 
 
+@pytest.mark.slow
 def test_a_repeated_run_makes_its_own(made):
     """With --like the whole pass is anchored to the new run's free pass, after the anchored one."""
     run, _ = made("llama", whole=False)

@@ -610,6 +610,7 @@ def test_a_kept_weight_that_is_written_to_is_widened_again():
     assert wide.num_rounded == 3
 
 
+@pytest.mark.slow
 def test_nothing_comes_to_lie_where_a_kept_weight_was():
     """The memory of a weight that is replaced on the way is held until the end: another tensor
     at its place would be taken for it."""

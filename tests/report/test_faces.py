@@ -227,6 +227,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_screen_holds_on_every_face(reports, faces, case):
     """Its first word and sentence, side, confidence, and what it could not see."""

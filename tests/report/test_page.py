@@ -229,6 +229,7 @@ def test_numbers_that_are_none_break_nothing(reports):
     assert json.loads(found.raw["data"], parse_constant=pytest.fail)["figures"]
 
 
+@pytest.mark.slow
 @given(st.text())
 @settings(max_examples=20)
 def test_any_text_comes_back_as_text(reports, text):
@@ -327,6 +328,7 @@ def test_names_inject_nothing(reports, evil):
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "num_prompts"), [(12, 3), pytest.param(64, 8, marks=pytest.mark.slow)]
 )

@@ -107,6 +107,7 @@ def cells_of(row):
     return [re.sub(r"<[^>]*>", "", cell).strip() for cell in cells]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(21))
 def test_what_is_flagged_uses_its_whole_limit_and_nothing_off_uses_none(
     references, tmp_path, capsys, seed

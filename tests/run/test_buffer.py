@@ -27,6 +27,7 @@ def ring(num_bytes: int) -> Buffer:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.lists(

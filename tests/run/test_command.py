@@ -159,6 +159,7 @@ def test_the_lint_sees_a_command_that_is_glued_together(source):
     assert _loose(ast.parse(source))
 
 
+@pytest.mark.slow
 def test_every_command_is_built_word_by_word():
     """No text of a command has a value in it that run.command did not quote."""
     found = {

@@ -134,6 +134,7 @@ def test_ranges_put_together_cover_what_is_wanted(wanted, gap, span):
     assert len(set(spans)) == len(spans) <= len(set(wanted))
 
 
+@pytest.mark.slow
 @given(wanted=st.lists(_RANGE, max_size=30))
 def test_any_order_of_reading_gives_the_right_bytes(wanted):
     """Whatever was announced, and with a budget that holds next to nothing."""

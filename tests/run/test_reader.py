@@ -509,6 +509,7 @@ def test_other_files_in_a_run_are_left_alone(small_run):
 # --- whatever else -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_random_damage_never_crashes_and_never_passes_unseen(small_run, tmp_path, mutated):
     """300 mutations of each kind of file: RunFormatError, a problem found by verify, or the same
     tensors."""

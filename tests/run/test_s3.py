@@ -213,6 +213,7 @@ def test_writing_survives_connections_that_break(s3, manifest, proxy, monkeypatc
     assert run.manifest.complete and run.verify() == [] and len(run.records) == 6
 
 
+@pytest.mark.slow
 def test_writing_through_a_connection_that_stays_broken_leaves_nothing_whole(
     s3, manifest, proxy, monkeypatch
 ):

@@ -228,6 +228,7 @@ def test_exact_on_both_sides_is_no_error(blamed):
     assert blamed(block, healthy()) is None
 
 
+@pytest.mark.slow
 def test_chance_alone_blames_nobody(report_of):
     """Forty healthy families of few rows and columns, three of a kind: no alarm, and room."""
     shares = []

@@ -66,6 +66,7 @@ def is_of_all_blocks(report, side):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [False, True])
 def test_one_bad_token_of_every_prompt_is_not_one_prompts(batch, reference, answer):
     """Whoever is the farthest: each prompt's own token is judged."""
@@ -95,6 +96,7 @@ def test_bad_tokens_in_every_block_are_found_without_a_truth(
     assert is_of_all_blocks(answer(a, in_mlp(at_tokens(tokens, factor))), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", ["full", "no"])
 def test_the_first_line_names_the_token(truth, reference, answer):
     """The last token of prompt 1 in every block, and no other."""
@@ -123,6 +125,7 @@ def test_a_token_just_beyond_its_limit_is_named_if_no_other_is_off(tokens, said,
     assert said in report.verdict.summary, report.verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "change", "blocks", "said"),
     [
@@ -144,6 +147,7 @@ def test_what_alone_is_not_equal_bit_for_bit_is_no_rounding(
     assert said in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_the_worst_token_of_a_prompt_that_ran_other_kernels_is_no_fault(reference, answer):
     """All tokens of one prompt differ by rounding, as where long prompts run a kernel of their own:
     it may round one of them worse, however equal the other prompts are."""
@@ -163,6 +167,7 @@ def test_the_worst_token_of_a_prompt_that_ran_other_kernels_is_no_fault(referenc
     assert report.verdict.kind == "within_floor", report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_prompt_is_not_off_alone_where_others_differ_there(reference, answer):
     """One block's token of every prompt is off, of one prompt most; all else is equal bit for
     bit."""
@@ -193,6 +198,7 @@ def test_a_bad_token_beside_a_massive_activation_is_no_equally_good_answer(refer
     assert any(item.code == "blocks.too_few" for item in verdict.evidence)
 
 
+@pytest.mark.slow
 def test_the_farthest_of_a_family_that_is_off_is_not_named_alone(reference, answer):
     """Without a truth: one block beyond its limit, and the others by more than correct kernels
     are."""
@@ -220,6 +226,7 @@ def test_one_small_factor_of_all_blocks_is_not_one_blocks(dtype, roundings, refe
         assert is_of_all_blocks(report, "candidate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1.5), ("float16", 1.05)])
 def test_one_channel_of_all_blocks_is_named(dtype, factor, reference, answer):
     """It is no coarser arithmetic: the channel is in the evidence."""
@@ -228,6 +235,7 @@ def test_one_channel_of_all_blocks_is_named(dtype, factor, reference, answer):
     assert any("in channel 9" in item.text for item in report.verdict.evidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", ["full", "no"])
 def test_a_bad_cache_entry_is_every_blocks(truth, reference, answer, monkeypatch):
     """The farthest block is beyond its limit by itself; the others are as wrong by W, or without a
@@ -278,6 +286,7 @@ def test_coarse_inputs_of_all_forwards_are_no_fault_of_decoding(reference, answe
     assert "B" in report.verdict.summary or report.verdict.side == "candidate"
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_free_run_alone_is_no_enlarged_rounding(reference, answer):
     """The blocks are equal bit for bit where inputs are, and there is nothing to enlarge."""
     a = reference("bfloat16")

@@ -21,6 +21,7 @@ def pair(request, shared_run, shared_truth):
     return a, shared_truth(a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plants", "wrong"), [(BLOCKS, LAYERS[::2]), (ONE, LAYERS[1:])], ids=["two of four", "three"]
 )
@@ -36,6 +37,7 @@ def test_healthy_blocks_are_not_blamed(pair, plants, wrong, answer):
     )
 
 
+@pytest.mark.slow
 def test_healthy_prompts_are_not_blamed(pair, answer):
     """Every block, in half of the prompts: these alone, and the side is B's."""
     a, true = pair
@@ -45,6 +47,7 @@ def test_healthy_prompts_are_not_blamed(pair, answer):
     assert "in prompts 4, 5, 6, 7 (of 8)" in verdict.summary
 
 
+@pytest.mark.slow
 def test_the_side_that_is_nearer_is_not_excused_by_the_other(pair, tmp_path):
     """Both are far off in one block, A twenty times as far: each is named with its own number."""
     healthy, true = pair

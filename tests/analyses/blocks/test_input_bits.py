@@ -75,6 +75,7 @@ def turned_otherwise(model):
     model.model.rotary_emb.inv_freq *= 1.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [scaled, normed_otherwise, turned_otherwise])
 def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, answer):
     """What else all blocks do wrong is not called a format of inputs."""
@@ -83,6 +84,7 @@ def test_another_fault_of_all_blocks_is_no_format(prepare, run_of, answer):
     assert "float32 inputs keep" not in answer(a, prepare).verdict.summary
 
 
+@pytest.mark.slow
 def test_a_fault_of_some_products_is_no_format(answer, tmp_path):
     """All blocks of a decoder are as far off as TF32 makes them, and the encoder's products are
     not: a setting of all products would be seen there, too."""

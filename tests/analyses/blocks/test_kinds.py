@@ -84,6 +84,7 @@ def test_a_kind_that_is_off_alike_is_named_as_one(fault, dtype, window, with_tru
     assert verdict.summary.startswith("every MistralDecoderLayer differs by more than rounding")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_one_bad_block_among_coarse_ones_is_named_alone(with_truth, pair, answer):
     """A block that is off by far more than its siblings, which only are coarse, is no kind."""
@@ -98,6 +99,7 @@ def test_one_bad_block_among_coarse_ones_is_named_alone(with_truth, pair, answer
     assert (verdict.kind, verdict.onset.block) == ("localized", LAYERS[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("blocks", [(0, 2, 4), (1, 2), (0, 3, 5)])
 def test_half_of_the_blocks_are_each_named(blocks, dtype, pair, answer):
@@ -112,6 +114,7 @@ def test_half_of_the_blocks_are_each_named(blocks, dtype, pair, answer):
     assert verdict.summary == f"the error is made at {names[0]}:out, by B; {others}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_a", "on_b"), [(1, 3), (3, 1), (0, 5)])
 def test_each_place_has_its_own_side(on_a, on_b, pair, answer):
     """A is wrong in one block and B in another: the onset's side is named, and the other beside."""
@@ -139,6 +142,7 @@ def test_each_phase_of_one_block_has_its_own_side(pair, answer):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [(2,), range(6)])
 @pytest.mark.parametrize("first", ["A", "B"])
 def test_each_prompt_of_one_block_has_its_own_side(blocks, first, drawn_model, shared_run, answer):
@@ -167,6 +171,7 @@ def test_a_prompt_of_which_a_few_tokens_are_off_is_not_left_out(pair, answer):
     assert "prompt" not in summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_what_is_within_its_limits_is_not_equal(with_truth, pair, answer):
     """In one decode step both prompts are off, one by a hundredth of the other, which a truth alone
@@ -180,6 +185,7 @@ def test_what_is_within_its_limits_is_not_equal(with_truth, pair, answer):
     assert with_truth == verdict.summary.endswith(scope)  # no one token of two prompts
 
 
+@pytest.mark.slow
 def test_most_of_one_type_of_layer_are_a_kind(drawn_model, shared_run, answer):
     """Every sliding layer of a model that alternates them with full ones, and none of the others:
     a setting of theirs, not the first of them."""

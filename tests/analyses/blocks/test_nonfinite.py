@@ -69,6 +69,7 @@ def test_inf_of_the_other_sign(healthy, faulty):
     assert "sign" in verdict.summary
 
 
+@pytest.mark.slow
 def test_more_nan_on_one_side(healthy, faulty):
     """Both have some, one has more: the one with nan where the other has a number is named."""
     one = faulty("model.layers.1", (0, slice(0, 1), 5), math.nan)
@@ -81,6 +82,7 @@ def test_more_nan_on_one_side(healthy, faulty):
     assert compare(two, one).verdict.side == "reference"
 
 
+@pytest.mark.slow
 def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, bless, tmp_path):
     """Equal bits that are nan: nonfinite on both sides, said by capture, refused as a golden."""
     everything = (slice(None), slice(None), slice(None))
@@ -114,6 +116,7 @@ def test_capture_says_that_a_run_is_nan(healthy, faulty, monkeypatch, tmp_path):
     assert "model.layers.1:out (sample 0, step 0)" in note
 
 
+@pytest.mark.slow
 def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty, tmp_path, answer):
     """Anchored inputs would show it on both sides from the next block on: the free pass tells."""
     bad = capture(like=healthy, out=tmp_path / "bad", plants=["model.layers.2:in=nan:1"])
@@ -122,6 +125,7 @@ def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty
     assert verdict.onset.site == "model.layers.2:in"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_infinities_of_a_mask_are_no_fault(padded, healthy, answer, shared_run):
     """-inf in a mask is equal on both sides, and it is no result of a block."""
@@ -178,6 +182,7 @@ def test_masks_are_told_from_results(judged, case):
     assert verdict.side == side or side is None
 
 
+@pytest.mark.slow
 def test_padding_may_be_nan(healthy, faulty, tmp_path, shared_run):
     """Rows that a batch added hold anything, equal on both sides or not."""
     run = shared_run(

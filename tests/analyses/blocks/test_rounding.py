@@ -95,6 +95,7 @@ def test_other_settings_are_said_first(pair):
     assert summary.startswith("dtype bfloat16 / float16; beyond that, ")
 
 
+@pytest.mark.slow
 def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
     """Neither as that run, nor as another one with its very bits."""
     root, a, _ = pair
@@ -114,6 +115,7 @@ def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
         compare(a, bad, floor=[folded])
 
 
+@pytest.mark.slow
 def test_what_a_trusted_run_widened_is_said_with_numbers(pair):
     """From which limit to which, where most, and that the trusted run is beyond it itself."""
     root, a, b = pair
@@ -127,6 +129,7 @@ def test_what_a_trusted_run_widened_is_said_with_numbers(pair):
     assert any("none was widened" in note for note in quiet.notes)
 
 
+@pytest.mark.slow
 def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
     """A kernel that is wrong everywhere has no healthy siblings: no side is called right."""
     root, a, b = pair

@@ -256,6 +256,7 @@ def test_a_healthy_pair_is_not_looked_at(runs, answer):
     assert not {f"blocks.{code}" for code in CODES} & {item.code for item in verdict.evidence}
 
 
+@pytest.mark.slow
 def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(runs, answer):
     """However many decode steps pass behind it."""
     a = runs(prompts=[list(range(3, 23))], max_new_tokens=6, truth="no", sites="blocks")

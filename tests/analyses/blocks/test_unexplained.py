@@ -65,6 +65,7 @@ def test_coarse_sums_in_one_block_of_one_machine_are_found(verdict_of):
     assert verdict.onset.block == "model.layers.2"
 
 
+@pytest.mark.slow
 def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
     """On one machine, where nothing explains it, sums that are coarser in every block are a fault
     of B."""
@@ -73,6 +74,7 @@ def test_coarse_sums_in_all_blocks_of_one_machine_are_found(verdict_of):
     assert (verdict.kind, verdict.side) == ("systematic", "candidate"), verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", ["coarse", "exact"])
 def test_sums_of_float32_round_by_their_order(product, verdict_of):
     """In eight parts or exactly: another right kernel, of which no side is wrong."""
@@ -81,6 +83,7 @@ def test_sums_of_float32_round_by_their_order(product, verdict_of):
     assert (verdict.kind, verdict.side) == ("within_floor", None), verdict.summary
 
 
+@pytest.mark.slow
 def test_a_half_that_is_wrong_begins_where_it_begins(verdict_of):
     """The median block is between a right and a wrong one."""
     verdict = verdict_of("bfloat16", "coarse", [3, 4, 5])
@@ -88,6 +91,7 @@ def test_a_half_that_is_wrong_begins_where_it_begins(verdict_of):
     assert (verdict.kind, verdict.onset.block) == ("localized", "model.layers.3"), verdict.summary
 
 
+@pytest.mark.slow
 def test_the_blocks_that_are_equal_bit_for_bit_are_no_part_of_it(verdict_of):
     """Half of the blocks are coarse, so that the middle block is."""
     verdict = verdict_of("bfloat16", "coarse", [1, 3, 5])
@@ -108,6 +112,7 @@ def test_sums_as_good_in_another_order_are_rounding(dtype, blocks, verdict_of):
         assert (verdict.side, verdict.confidence) == (None, "medium")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"probe": False}, marks=pytest.mark.whole)])
 def test_a_block_that_is_better_on_one_side_accuses_nobody_for_sure(verdict_of, options):
     """B's products are exact in one block: A's error is none of its own. Where one machine was

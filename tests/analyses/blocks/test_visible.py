@@ -76,6 +76,7 @@ def test_what_is_larger_is_found_and_what_is_far_smaller_is_not(
             assert (verdict.onset and verdict.onset.block) == place
 
 
+@pytest.mark.slow
 def test_each_level_is_said_where_nothing_is_found(pair):
     """A healthy pair says how small an error of a step, a token and a channel would have shown."""
     a, b = pair("float32")

@@ -356,6 +356,7 @@ def test_numbers_that_differ_leave_open_whose_are_meant(drawn_model, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_number_that_stands_in_the_configuration_by_chance_names_no_side(
     drawn_model, answer, tmp_path
 ):

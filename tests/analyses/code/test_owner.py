@@ -109,6 +109,7 @@ def test_float64_runs_of_one_code_agree(runs):
     assert num_compared > 8
 
 
+@pytest.mark.slow
 def test_what_stands_at_pads_is_no_result(tmp_path, shared_run):
     """Fused attention gives rows that see no key other values: pads are left out."""
     a = shared_run(

@@ -79,6 +79,7 @@ def said(report):
 # --- between modules ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "path", "source"),
     [
@@ -167,6 +168,7 @@ def test_tables_changed_on_their_way_to_a_block(run, changed):
     assert "model.rotary_emb:out" in verdict.summary
 
 
+@pytest.mark.slow
 def test_a_bias_changed_on_its_way_to_a_block(run, changed):
     """T5 makes its position bias in the first block, and the others are given it."""
     good = run("t5")
@@ -255,6 +257,7 @@ def test_logits_changed_behind_the_head(change, sites, run, changed):
     assert result.report.verdict.onset.site in sites, result.report.verdict
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_head_or_the_embedding_is_made_there(run, changed):
     """Where a module itself is off, it is named, not what lies beside it."""
     good = run()
@@ -269,6 +272,7 @@ def test_a_fault_in_the_head_or_the_embedding_is_made_there(run, changed):
         assert (verdict.kind, verdict.onset.site) == ("localized", f"{path}:out")
 
 
+@pytest.mark.slow
 def test_a_truth_tells_who_changes_it(run, changed, tmp_path):
     """The truth hands the stream on as the reference does, or as the candidate does."""
     good = run()
@@ -278,6 +282,7 @@ def test_a_truth_tells_who_changes_it(run, changed, tmp_path):
     assert compare(bad, good, truth=truth).verdict.side == "reference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "gemma3", "qwen3-moe"])
 def test_healthy_ends_are_quiet(architecture, run, answer):
     """Another attention kernel changes nothing between modules; no note, no evidence."""
@@ -402,6 +407,7 @@ def test_experts_that_do_not_follow_from_their_scores(run, changed):
     assert "its own scores" in verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
 def test_experts_that_rounding_chooses_are_no_fault(architecture, batch, run, answer):
@@ -415,6 +421,7 @@ def test_experts_that_rounding_chooses_are_no_fault(architecture, batch, run, an
 # --- the free run ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_one_late_step_does_in_the_free_run_alone(run, changed):
     """The anchored pass is healthy, the prefill is, one decode step of one prompt is not."""
     good = run(max_new_tokens=3)

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_held_once_is_compared_with_each_copy(batch, case, with_truth, answer):
@@ -86,6 +87,7 @@ POOLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", POOLED)
 def test_what_cannot_be_compared_is_said(batch, case, answer):
     """One row for all tokens is no copy of theirs; what uses it is not blamed as if it passed."""

@@ -178,6 +178,7 @@ def in_int8(weight):
     weight.copy_((weight / scale).round() * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [pytest.param(8, marks=pytest.mark.slow), 32])
 @pytest.mark.parametrize("change", [scaled, zeroed, in_int8])
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ def test_one_expert_of_many_is_found_and_named(
         assert compare(a, b).verdict.onset.block == BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -272,6 +274,7 @@ def test_a_choice_that_its_logits_do_not_explain_convicts(recorded, answer):
     assert verdict.onset.position == 30
 
 
+@pytest.mark.slow
 def test_a_router_that_is_off_is_found_at_the_router(recorded, answer):
     """Other logits send tokens elsewhere: the router is named, not the tokens excused."""
     a, truth = recorded("qwen3-moe", 8, "bfloat16")
@@ -285,6 +288,7 @@ def test_a_router_that_is_off_is_found_at_the_router(recorded, answer):
     assert (verdict.onset.site, verdict.side) == (f"{BLOCK}.mlp.gate:out", "candidate")
 
 
+@pytest.mark.slow
 def test_a_router_that_gets_wrong_values_is_not_said_to_make_them(recorded, answer):
     """Attention is off, and the router behind it is the first place that was recorded."""
     a, truth = recorded("qwen3-moe", 8, "bfloat16")
@@ -431,6 +435,7 @@ def first_twice(logits, experts):
     return experts[:, :1].expand_as(experts).contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [third_for_second, first_twice])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_router_that_chooses_wrongly_for_every_token_is_found(change, dtype, recorded, tmp_path):
@@ -487,6 +492,7 @@ def third_with_bias(logits, experts):
     return (logits + bias).topk(3, -1).indices[:, [0, 2] if len(logits) == 1 else [0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_alone", [True, False])
 def test_a_router_with_a_bias_that_chooses_otherwise_is_the_onset(
     decode_alone, recorded, tmp_path, answer
@@ -539,6 +545,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize(("dtype", "chosen"), [("bfloat16", 3), ("bfloat16", 1), ("float32", 3)])
 def test_a_router_in_a_coarser_dtype_is_the_onset(product, dtype, chosen, deepseek_in, tmp_path):
@@ -568,6 +575,7 @@ def test_a_router_that_both_sides_compute_alike_is_none(deepseek_in, answer):
     )
 
 
+@pytest.mark.slow
 def test_where_most_tokens_went_elsewhere_nothing_is_said_to_be_right(recorded, tmp_path):
     """A block of which most tokens were not compared is no answer, whatever the others say."""
     healthy, _ = recorded("mixtral", 8, "float32")

@@ -17,6 +17,7 @@ def run(shared_run):
     return shared_run(sites=["blocks", f"ops@{BLOCK}"], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_two_dtypes_are_shown_but_not_judged(run, tmp_path, dtype, with_truth):

@@ -263,6 +263,7 @@ def test_mambas_stream_in_bfloat16_is_a_difference(run_of):
     assert audit_runs(other).findings == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
 def test_the_audit_explains_the_onset(run_of, tmp_path, architecture, answer):
     """compare's first reason is the dtype, where the onset is the part that ran in another."""
@@ -279,6 +280,7 @@ def test_the_audit_explains_the_onset(run_of, tmp_path, architecture, answer):
     assert '"audit":{"rows"' in report.to_json()
 
 
+@pytest.mark.slow
 def test_a_finding_stands_also_where_no_number_is_wrong(run_of, tmp_path, monkeypatch):
     """A kernel that adds up in float32 makes softmax in bfloat16 harmless: named all the same."""
     source = run_of("llama")

@@ -321,6 +321,7 @@ def test_one_comparison_after_another(three, fleet):
         assert plain(measure_all(*case(fleet, name), shared)) == plain(alone)
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_given_up_leaves_ranks_ready(three, fleet):
     """Who stops asking half-way, and an error in a rank, stop the others too; the next
     comparison is as if nothing had been."""

@@ -72,6 +72,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [*HEALTHY, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
@@ -93,6 +94,7 @@ def test_a_batch_raises_no_alarm(architecture, dtype, single, tmp_path):
     assert all("bias" in port or port in ("out.1", "out.2") for port in ports), ports
 
 
+@pytest.mark.slow
 def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path, answer):
     """The other way round: what ran in a batch runs singly, each prompt with its rows of it."""
     model = str(tiny_model("llama", dtype="bfloat16"))
@@ -170,6 +172,7 @@ def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single
     assert compare(a, b).verdict.onset.block == BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "site"),
     [

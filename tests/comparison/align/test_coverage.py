@@ -98,6 +98,7 @@ def accounted(report) -> None:
 QUICK = ("escalated", "whole", "short", "operators-like", "own-text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [QUICK, pytest.param(None, marks=pytest.mark.slow)])
 def test_every_record_is_accounted_for(zoo, names):
     """Of any two runs: each record is paired, unmatched, skipped or judged elsewhere."""
@@ -144,6 +145,7 @@ def test_every_record_of_the_candidate_is_accounted_for(zoo):
 # --- what the golden has and the new run lacks -------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("golden", "new", "pass_", "what", "told"),
     [
@@ -283,6 +285,7 @@ def test_what_is_no_golden_is_refused(run, tmp_path):
     assert report.reference.compute_dtype is None
 
 
+@pytest.mark.slow
 def test_the_whole_pass_is_judged_in_check(run, tmp_path):
     """A golden with a whole pass asks for a new run whose decode steps agree with its own."""
     golden = run(whole=True)
@@ -332,6 +335,7 @@ def test_a_module_that_only_the_new_run_has_counts(run):
     assert row(result.report, "free").num_extra == 2 * 3
 
 
+@pytest.mark.slow
 def test_more_sites_are_no_lack(run):
     """A new run that was asked for more than the golden stays usable."""
     golden = run(sites=["model.layers.1:out", "lm_head:out"])

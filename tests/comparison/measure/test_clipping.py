@@ -61,6 +61,7 @@ def a(tiny_model, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("judged", [True, False])
 def test_a_norm_that_is_off_is_named_itself(judged, a, tmp_path, monkeypatch, answer):
@@ -102,6 +103,7 @@ def test_a_clip_by_another_norm_is_named_with_its_factor(half):
     assert "all of them are 0.5 × A's in B: another limit, norm or loss scale" in told
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_one_parameter_that_is_not_clipped_is_named(a, monkeypatch, answer):
     """Also outside blocks."""

@@ -81,6 +81,7 @@ def test_estimates_hold(recorded, tmp_path, mixed):
     assert any("estimated from sketches" in one.text for one in report.verdict.evidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", [FEW[0], *SLOWLY])
 def test_other_kernels_raise_no_alarm(recorded, tmp_path, architecture, dtype):
@@ -118,6 +119,7 @@ def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
         assert report.verdict.kind in ("identical", "within_floor"), report.verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["scale:1.3", "noise:0.3", "zero:0-127"])
 @pytest.mark.parametrize("architecture", FEW)
 def test_faults_are_found(recorded, tmp_path, architecture, fault):
@@ -137,6 +139,7 @@ def test_faults_are_found(recorded, tmp_path, architecture, fault):
         assert verdict.onset.block == block
 
 
+@pytest.mark.slow
 def test_what_to_do_next(recorded, tmp_path):
     """Two sketches that differ end in commands that capture the blocks, and what was flagged, in
     full."""
@@ -190,6 +193,7 @@ def test_equal_digests_are_identical(recorded, tmp_path, pair):
     assert report.coverage.num_compared == len(first.records)
 
 
+@pytest.mark.slow
 def test_sketches_without_pooled_sums(recorded, tmp_path, monkeypatch):
     """As versions before wrote them: they are compared by what both have, their rows."""
     full, new = recorded(), recorded(store="sketch")
@@ -311,6 +315,7 @@ def test_another_batch(tiny_model, tmp_path):
     assert any("same rows" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_chosen_positions(tiny_model, tmp_path):
     """Some token positions sketched, all in full: the same rows are held against each other."""
     model = str(tiny_model("llama", hidden=HIDDEN))
@@ -354,6 +359,7 @@ def test_two_dtypes(tiny_model, tmp_path):
     assert report.verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 def test_a_truth_clears_nobody_by_sketches(tiny_model, tmp_path):
     """It judged what was kept in full alone, rotary tables, and blocks were not."""
     a = capture(
@@ -369,6 +375,7 @@ def test_a_truth_clears_nobody_by_sketches(tiny_model, tmp_path):
     assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "medium")
 
 
+@pytest.mark.slow
 def test_where_the_bytes_are_that_did_not_change(recorded, tmp_path):
     """Without the run that has them digests are compared, and the report says so."""
     a = recorded()

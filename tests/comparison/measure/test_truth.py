@@ -57,6 +57,7 @@ def case(tmp_path_factory, tiny_model):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_kernels_are_a_legitimate_difference(case, dtype):
     """Neither side is wrong, and with an escalated pass of each that is certain."""
@@ -83,6 +84,7 @@ def test_a_faulty_candidate_is_named(case, dtype):
     assert verdict.confidence == "high"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_faulty_reference_is_named(case, dtype, tmp_path):
     """The fault was on the first machine; the second is right, and so it is said."""
@@ -100,6 +102,7 @@ def test_a_faulty_reference_is_named(case, dtype, tmp_path):
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "reference")
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_fault_are_both_wrong(case, tmp_path):
     """Equal bit for bit, and far from the truth."""
     one = case()
@@ -108,6 +111,7 @@ def test_two_runs_with_one_fault_are_both_wrong(case, tmp_path):
     assert (verdict.kind, verdict.side) == ("identical", "both")
 
 
+@pytest.mark.slow
 def test_a_shared_fault_is_not_the_candidates_alone(case):
     """Its escalated pass shows it too, and clears nobody."""
     one = case()
@@ -166,6 +170,7 @@ def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
     assert any(item.pass_ == "escalated" for item in report.coverage.unmatched)
 
 
+@pytest.mark.slow
 def test_a_fault_below_the_floor_shows_in_the_escalated_pass(case):
     """A wrong epsilon moves less than bfloat16 rounds, and 1,000 float32 floors."""
     one = case()
@@ -220,6 +225,7 @@ def test_what_is_wrong_everywhere_is_named_by_its_class(case):
     assert "every LlamaRMSNorm differs" in verdict.summary
 
 
+@pytest.mark.slow
 def test_inside_a_block_the_source_is_named_not_what_it_feeds(case):
     """What a wrong activation hands on is off too; the first that fails is the source."""
     one = case("float32", ("modules",))
@@ -237,6 +243,7 @@ def test_a_stale_cache_entry_is_a_matter_of_decode_steps(case):
     assert any("KV cache" in fact.text for fact in verdict.evidence)
 
 
+@pytest.mark.slow
 def test_a_trusted_run_widens_the_limits(case):
     """A machine that is known to be coarse there makes another one like it pass."""
     one = case()
@@ -256,6 +263,7 @@ def test_a_floor_of_another_experiment_is_refused(case, tmp_path):
         compare(one.a, one.like(), floor=[other])
 
 
+@pytest.mark.slow
 def test_no_truth_another_truth_and_other_weights_are_refused(case, tmp_path, tiny_model):
     """Each with what to do."""
     one = case()
@@ -312,6 +320,7 @@ def test_attention_weights_have_as_many_columns_as_tokens(case):
     assert (verdict.kind, verdict.onset.site) == ("localized", f"{BLOCK}.self_attn:out.1")
 
 
+@pytest.mark.slow
 def test_another_dtype_is_held_to_its_own_floor(case):
     """A bfloat16 candidate of a float32 run is farther off by 2^16 and not wrong for it; a fault
     in it is found all the same."""

@@ -181,6 +181,7 @@ def test_a_lost_number_that_rounding_hides_is_no_same_model(shared_run, tmp_path
     assert "the same model" not in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_table_s_fault_is_in_every_prompt_where_any_of_its_outputs_is(shared_run, tmp_path):
     """A lost frequency moves cosines of late tokens alone beyond a limit, and every sine."""
     prompts = [[5, 9, 17, 33, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24], [7, 8, 9, 10, 11]]

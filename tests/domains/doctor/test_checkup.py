@@ -197,6 +197,7 @@ def test_what_cannot_be_repeated_is_not_to_be(pairs):
     assert commands and not any("--like" in text for text in commands)
 
 
+@pytest.mark.slow
 def test_a_truth_names_the_side(pairs, tmp_path):
     """As compare does."""
     a, b = pairs("prefill")

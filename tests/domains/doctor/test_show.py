@@ -94,6 +94,7 @@ def test_exit_codes(pair, asked, code, pairs, invoke):
     assert invoke("doctor", *pairs(pair), *asked)[0] == code
 
 
+@pytest.mark.slow
 def test_forms(pairs, invoke):
     """Text, JSON and Markdown; two of them at once are refused."""
     runs = pairs("prefill")

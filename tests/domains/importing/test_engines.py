@@ -107,6 +107,7 @@ def test_real_debugger(captured, tiny_model, tmp_path, told):
     assert {"model.layers.0:out", "model.layers.1:out", ".:out"} <= {r.site for r in run.records}
 
 
+@pytest.mark.slow
 def test_blocks_that_the_debugger_prunes(tiny_model, tmp_path):
     """Its tree leaves out all but the first and last block; their files are read all the same."""
     model = tiny_model("llama", num_blocks=4)
@@ -117,6 +118,7 @@ def test_blocks_that_the_debugger_prunes(tiny_model, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_printed_tensors_are_statistics(tiny_model, tmp_path, told):
     """As the debugger writes by default: four digits of mean, std, min and max, also where the
     summary's tree alone was copied."""

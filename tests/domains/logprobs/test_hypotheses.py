@@ -94,6 +94,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "lists", "noise"),
     [
@@ -277,6 +278,7 @@ def test_a_token_that_is_counted_once_too_often_is_named(sides, length, all_but)
     assert "id 0 each, a pad or the token that ends" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_small_difference_that_goes_with_log_p_is_no_rounding(sides):
     """Of chosen tokens alone: a temperature near 1 makes no more than rounding may, but rounding
     does not go with log p."""
@@ -307,6 +309,7 @@ def test_numbers_that_are_nearly_nothing_are_no_mean(sides):
     assert "length" not in report.verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "sharp"), [(0.25, 1), (2.0, 2)])
 def test_a_temperature_is_no_rule_of_sampling_as_well(sides, temperature, sharp):
     """Lists that hold nearly all, of sharp distributions, whose tails are rounding alone."""

@@ -48,6 +48,7 @@ def runs(llama, tmp_path_factory):
     return trainer, engine, as_scores(engine, folder / "rollout")
 
 
+@pytest.mark.slow
 def test_the_block_that_explains_the_difference(runs):
     """The stand-in shows the same Δ log p, and its comparison names the block."""
     trainer, engine, rollout = runs

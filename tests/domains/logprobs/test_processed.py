@@ -35,6 +35,7 @@ def test_tokens_left_out_are_told_by_their_sign(pair, share, side, noise):
     assert f"as where {whose} leaves out the unlikely tokens" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_another_model_is_no_setting(pair):
     """Differences of one sign with a long tail, and those of both, are not named after settings."""
     for change in (

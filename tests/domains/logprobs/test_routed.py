@@ -34,6 +34,7 @@ def test_a_tail_that_routing_explains_is_no_fault(pair, experts, share):
     assert any(check.name == "experts" for check in verdict.checks)
 
 
+@pytest.mark.slow
 def test_of_a_model_without_experts_it_is_one(pair):
     """A few tokens are named; many are another precision or a fault."""
     few, many = (pair(rerouted(share), manifest=SAYS[False]) for share in (0.03, 0.1))
@@ -41,6 +42,7 @@ def test_of_a_model_without_experts_it_is_one(pair):
     assert many.verdict.kind in ("drift", "systematic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [True, None, False])
 def test_what_moves_most_tokens_is_seen_whatever_the_model(pair, experts):
     """Half the prompts, or all: routing does not move the typical token."""
@@ -51,6 +53,7 @@ def test_what_moves_most_tokens_is_seen_whatever_the_model(pair, experts):
     assert report.verdict.confidence == {True: "low", None: "medium", False: "medium"}[experts]
 
 
+@pytest.mark.slow
 def test_a_tail_that_a_trusted_machine_shows_too_is_none(pair, tmp_path):
     """The floor run tells how many tokens usually differ so far."""
     pair(rerouted(0.04), manifest=SAYS[False])

@@ -103,6 +103,7 @@ def test_names_and_limits_of_trainers(pair):
     assert "verl's rollout_probs_diff_mean" in said and "normal < 0.005" in said
 
 
+@pytest.mark.slow
 def test_a_floor_run_says_what_rounding_is(pair, tmp_path):
     """With a trusted pair the scale is measured, and a small difference beyond it is seen;
     that another machine's rounding is no larger, it does not tell."""

@@ -44,6 +44,7 @@ def what_is_right(recorded, tmp_path_factory) -> Run:
     return truth(recorded("llama", sites="blocks"), out=tmp_path_factory.mktemp("truth-") / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "site"),
     [

@@ -17,6 +17,7 @@ HEALTHY = ("identical", "within_floor")
 RESHAPED = ("bert", "gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", "llama-float16", "qwen3", "qwen3-float16", "gpt2", "bert"]
 )
@@ -45,6 +46,7 @@ def test_healthy_pairs_raise_no_alarm(name, graph_of, recorded, again):
             assert one.positions == record.positions, record.site
 
 
+@pytest.mark.slow
 def test_the_sites_are_those_of_transformers(graph_of, recorded, again):
     """A graph's sites have the names, kinds and roles that transformers gives."""
     run = recorded("llama")
@@ -75,6 +77,7 @@ def test_levels_of_optimisation(optimization, graph_of, recorded, again):
     assert compare(run, other).verdict.kind in HEALTHY
 
 
+@pytest.mark.slow
 def test_a_batch_and_a_repeat(graph_of, recorded, again):
     """A batched run is repeated by the runtime, which repeats itself."""
     run = recorded("qwen3", batch=True, sites="blocks")
@@ -83,6 +86,7 @@ def test_a_batch_and_a_repeat(graph_of, recorded, again):
     assert other.manifest.repeatability.num_different == 0
 
 
+@pytest.mark.slow
 def test_a_run_without_a_cache_has_the_same_shapes(graph_of, recorded, again):
     """Whole sequences are compared position by position."""
     run = recorded("llama", sites="blocks", use_cache=False)
@@ -107,6 +111,7 @@ def test_nothing_fetched_but_the_logits(graph_of, recorded, again):
         assert site.rel_l2 is not None and site.rel_l2 < 1e-5
 
 
+@pytest.mark.slow
 def test_the_other_way_round_and_without_tokens_to_repeat(graph_of, recorded, tiny_model, tmp_path):
     """What ONNX Runtime ran by itself is what transformers would run, and can be repeated by it."""
     run = recorded("llama", sites="blocks")

@@ -53,6 +53,7 @@ def test_a_broken_file(graph_of, recorded, again, tmp_path):
         again(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model(graph_of, recorded, again, tmp_path, tiny_model):
     """Its config tells; and before it runs, its weights do."""
     checkpoint = tiny_model("llama", dtype="float32", num_blocks=2)

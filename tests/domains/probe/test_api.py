@@ -88,6 +88,7 @@ def test_a_run_is_not_overwritten(probed):
         divergence.probe(out=run.path, device="cpu", quick=True)
 
 
+@pytest.mark.slow
 def test_two_probes_of_one_machine_are_identical(probed, tmp_path):
     """Facts and tensors."""
     run, _ = probed

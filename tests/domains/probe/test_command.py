@@ -15,6 +15,7 @@ def probe(invoke):
     )
 
 
+@pytest.mark.slow
 def test_facts_are_printed_and_two_probes_compared(probe, invoke):
     """The answer first, then sections, then what to do with it."""
     code, out, _ = probe("here")

@@ -80,6 +80,7 @@ def test_it_is_made_once_a_process_and_setting():
     assert len(quick._cache) == 2
 
 
+@pytest.mark.slow
 def test_it_disturbs_nothing():
     """Random states, default dtype, warnings and grad mode are as before."""
     torch.manual_seed(3)
@@ -127,6 +128,7 @@ def test_a_slow_machine_tries_the_same(monkeypatch):
     assert not any(fact.value == "no answer" for fact in facts)
 
 
+@pytest.mark.slow
 def test_a_capture_notes_it_and_records_the_same(llama, tmp_path):
     """With and without: the same tensors, warnings and tokens."""
     with_, without = (
@@ -160,6 +162,7 @@ def test_a_failing_probe_fails_no_capture(llama, tmp_path, monkeypatch):
     assert (fact.value, fact.evidence) == ("failed", "the device is on fire")
 
 
+@pytest.mark.slow
 def test_a_replay_notes_it_and_its_truth_does_not(tmp_path, shared_run):
     """Operators run again are run on a machine too."""
     from divergence import replay
@@ -176,6 +179,7 @@ def test_a_replay_notes_it_and_its_truth_does_not(tmp_path, shared_run):
     assert truth.manifest.arithmetic == []
 
 
+@pytest.mark.slow
 def test_a_truth_is_not_probed(tmp_path, shared_run):
     """It computes in float64, whatever the machine does."""
     run = shared_run(prompts=["a"], max_new_tokens=1)

@@ -44,6 +44,7 @@ def checkpoint(tiny_model, tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", LINES)
 def test_a_checkpoint_is_captured_and_repeated(scheme, checkpoint, tmp_path, capfd):
     """Free and anchored pass; the codes are hashed, the scheme is told, nothing else is printed."""
@@ -152,6 +153,7 @@ def integers(x, weight, scale, codes=None):
     return (codes.long() @ weight.long().T).double() * step * scale.double().T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_truth_has_the_schemes_integers(dtype, checkpoint, tmp_path):
     """Each linear layer's float64 output is what exact integers give; of the run's own codes, where
@@ -201,6 +203,7 @@ def test_a_truth_of_weights_alone_multiplies_what_the_codes_stand_for(checkpoint
     assert float((y - right).norm() / right.norm()) < 1e-14
 
 
+@pytest.mark.slow
 def test_codes_that_become_other_weights_are_no_kernels_fault(checkpoint, tmp_path):
     """One group's scale taken otherwise in memory: lost in bfloat16's rounding, and the escalated
     pass has its weights from the codes, which are equal."""

@@ -53,6 +53,7 @@ def test_codes_are_recorded_beside_the_blocks(runs):
     assert float((codes - quotients).abs().max()) < 1.01  # a flip is one step
 
 
+@pytest.mark.slow
 def test_a_healthy_pair_passes(runs, answer):
     """Another attention implementation: rounding, and it is said how many codes it moved."""
     a, true, _ = runs
@@ -61,6 +62,7 @@ def test_a_healthy_pair_passes(runs, answer):
     assert report.verdict.side == "neither"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -79,6 +81,7 @@ def test_a_wrong_quantiser_is_named_with_its_side(runs, fault, said):
     assert said in verdict.evidence[0].text
 
 
+@pytest.mark.slow
 def test_without_a_truth_no_side_is_told(runs):
     """The two differ by more than ties explain; whose codes are right is not known."""
     a, _, faulty = runs
@@ -88,6 +91,7 @@ def test_without_a_truth_no_side_is_told(runs):
     assert verdict.confidence != "high"
 
 
+@pytest.mark.slow
 def test_a_product_in_float16_is_no_matter_of_codes(runs):
     """Codes are right, values are not: the block is named."""
     a, true, faulty = runs
@@ -137,6 +141,7 @@ def test_an_input_that_one_side_does_not_quantise_gets_no_codes_of_the_other(tin
     assert any(fact.text.startswith(said) for fact in verdict.evidence)
 
 
+@pytest.mark.slow
 def test_codes_that_experts_keep_to_themselves_leave_their_block_unsure(
     tmp_path, answer, shared_run
 ):

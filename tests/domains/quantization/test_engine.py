@@ -36,6 +36,7 @@ def quantised(run, out, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,6 +109,7 @@ def test_kept_matrices_run_as_they_are(plain, tmp_path):
     assert compare(plain, run).verdict.kind == "identical"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "part", "number"),
     [("gpt2", "linear", 8), ("qwen3-moe", "experts", 4), ("bert", "linear", 12)],
@@ -169,6 +171,7 @@ def test_weights_that_are_not_finite_are_refused(folder, plain, tmp_path):
         capture(str(broken), like=plain, out=tmp_path / "q", engine="quantize", probe=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,6 +188,7 @@ def test_any_scheme_is_repeated_from_its_run(plain, tmp_path, options):
     assert compare(run, again).verdict.kind == "identical"
 
 
+@pytest.mark.slow
 def test_numbers_beyond_calibrated_scales_are_cut_off_by_right_machines_too(
     folder, tmp_path, answer
 ):

@@ -103,6 +103,7 @@ def halves(tiny_model, tmp_path_factory):
     return a, truth(a, out=folder / "truth")
 
 
+@pytest.mark.slow
 def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, answer):
     """Both fill a cache under one number; the encoder's keys are quantised once, in the prefill."""
     a, exact = halves
@@ -118,6 +119,7 @@ def test_self_and_cross_attention_of_a_layer_are_told_apart(halves, answer):
 SECOND = "decoder.block.1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
 def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, monkeypatch, answer):
     """A cast that cuts off, where this attention fills the cache."""

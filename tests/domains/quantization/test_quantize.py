@@ -89,6 +89,7 @@ def test_a_matrix_alone_is_what_the_whole_forward_says(plain, each):
     assert whole.cost == alone.cost
 
 
+@pytest.mark.slow
 def test_a_policy_holds_when_it_is_run(plain, each, tmp_path, invoke):
     """What is written is the model that was measured; with fewer kept the target is missed."""
     target = each.cost.kl_mean / 3
@@ -118,6 +119,7 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path, invoke):
     assert f"with any one of their {len(groups)} group" in text
 
 
+@pytest.mark.slow
 def test_a_target_that_holds_anyway_keeps_nothing(plain, invoke):
     """And the headline says so."""
     text = invoke("quantize", plain.path, "--scheme", "w8a16", "--target", 10.0)[1]
@@ -184,6 +186,7 @@ def test_what_cannot_be_is_refused(plain, options, words):
     assert words in f"{caught.value} {caught.value.hint}"
 
 
+@pytest.mark.slow
 def test_a_quantised_run_is_not_quantised_again(plain, tmp_path):
     """It is no base to measure against."""
     quantize(plain, scheme="w8a8", out=tmp_path / "q")

@@ -32,6 +32,7 @@ def test_static_scales_are_known_of_what_is_kept_too(plain):
     assert found.policy.measured <= 1e-4
 
 
+@pytest.mark.slow
 def test_pads_are_no_calibration(folder, plain, tmp_path):
     """Limits are those of the prompts' own tokens."""
     limits = []
@@ -128,6 +129,7 @@ def test_quartiles_of_many_numbers(monkeypatch):
     assert 2 / 254 / (found.quantile_score) == pytest.approx(2048, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["w8a8", "kv8"])
 def test_what_quantisation_costs_is_no_machines_fault(plain, tmp_path, scheme):
     """Neither is a side wrong against the float model's truth, nor are both one model."""

@@ -42,6 +42,7 @@ def test_one_screen(invoke, tables):
     assert "exact McNemar" in out and "100 lost, 0 gained" in out and "--capture MODEL" in out
 
 
+@pytest.mark.slow
 def test_the_gates_exit_codes(invoke, tables):
     """0 met, 1 not, 2 nothing compared; without a gate the verdict is no exit code."""
     a, healthy, faulty = tables("a", 0), tables("h", 1), tables("f", 100)

@@ -146,6 +146,7 @@ def test_several_tasks_and_candidates_are_one_family(table):
     assert report.candidates[0].tasks[0].p_adjusted == pytest.approx(2 * worst.p_value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gate(table):
     """--band and --policy say which verdicts pass; a remainder is not a pass."""
     a, b = flipped(2000, 4, 4)
@@ -376,6 +377,7 @@ def test_two_hundred_thousand_documents(tmp_path, lm_eval):
     assert scores(a, b).candidates[0].tasks[0].pairing.num_paired == 200_000
 
 
+@pytest.mark.slow
 def test_more_documents_are_as_much_work_a_document(lm_eval):
     """Reading, pairing, statistics."""
     counts = []

@@ -98,6 +98,7 @@ def test_a_repeat_takes_the_recorded_bytes(quick, tmp_path):
     assert torch.equal(found, run.read(expected))
 
 
+@pytest.mark.slow
 def test_other_inputs_are_not_compared(quick, tmp_path):
     """A case whose inputs differ is skipped with the reason, the others are compared."""
     run, _ = quick

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 SOME = (
     "--sites",
     "rms_norm.float32.odd*",
@@ -14,6 +16,7 @@ SOME = (
 )
 
 
+@pytest.mark.slow
 def test_the_journey(invoke, tmp_path):
     """capture, capture --like with another implementation, reference, compare: the wrong operator
     is named first, with its side."""

@@ -22,6 +22,7 @@ INPUTS = "49a111c005c23cdf1dd7be5b0cc40720"
 with the machine, its instruction set, torch or numpy."""
 
 
+@pytest.mark.slow
 def test_inputs_are_frozen():
     """The suite's inputs are the bytes that they always were."""
     digests = [

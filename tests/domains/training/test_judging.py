@@ -48,6 +48,7 @@ def test_equal_curves_are_identical(report):
     assert found.metrics[0].num_equal == found.metrics[0].num_steps == NUM_STEPS - 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pairs", [50, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["independent", "growing", "spiky"])
 def test_rounding_noise_raises_no_alarm(shape, num_pairs, report):
@@ -65,6 +66,7 @@ def test_rounding_noise_raises_no_alarm(shape, num_pairs, report):
     assert alarms <= 3 * num_pairs // 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [200, 500, 800])
 def test_a_drift_is_found_near_its_step(start, report):
     """A straight line to 3%, in noise of 0.3%."""

@@ -70,6 +70,7 @@ def test_checkpointing_and_tensor_parallelism_hold_less(llama):
     assert two.kept_bytes < one.kept_bytes
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_reduces_twice_each_way_in_a_block(llama):
     """2 + 2 all-reduces of (B, T, hidden), and the head's one in the backward."""
     plan = plan_of(llama, mesh="tp=2", dtype="float32")
@@ -112,6 +113,7 @@ def test_a_division_that_is_not_known_is_refused(tiny_model):
         plan_of(tiny_model("mixtral"), mesh="tp=2")
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was(llama):
     """On the meta device, in evaluation."""
     loaded = empty_model(Loading(str(llama)))
@@ -133,6 +135,7 @@ def test_a_forward_that_needs_values_leaves_activations_open(llama, monkeypatch)
     assert "data-dependent" in plan.notes[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_has_the_plan(llama, dry_run, tmp_path):
     """Of the prompts' largest batch, or of the size that was asked."""
     (tmp_path / "p.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')

@@ -134,6 +134,7 @@ def screen(app) -> str:
     return "\n".join(strip.text for strip in strips)
 
 
+@pytest.mark.slow
 def test_the_first_screen_has_verdict_rows_and_keys(reports):
     """In 80 columns and 24 lines; the row where the error begins is chosen."""
 
@@ -170,6 +171,7 @@ def test_keys_go_deeper_and_back(reports):
     shown(report, "enter", "s", "r", "enter", check=lambda app: titles(app) == ["report"])
 
 
+@pytest.mark.slow
 def test_help_and_quit(reports):
     """`?` says the keys, and any of them closes it; `q` ends with 0."""
 
@@ -186,6 +188,7 @@ def test_help_and_quit(reports):
     )
 
 
+@pytest.mark.slow
 def test_odd_reports_are_shown(reports):
     """nan, no site at all, a small terminal."""
     for report in (reports.make_nonfinite_report(), reports.make_report(sites=[])):

@@ -147,6 +147,7 @@ def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
     assert result.causal.holds
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_named_by_what_it_is_given(runs, tmp_path):
     """What was prepared for the capture is prepared again for the descent."""
     result = localize(
@@ -273,6 +274,7 @@ def test_commands_run_as_they_are_printed(runs, tmp_path, lines_of):
     assert any(line.strip().startswith(result.again) for line in lines_of(result))
 
 
+@pytest.mark.slow
 def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp_path):
     """A head whose result is scaled: its product is right, and the candidate goes on with it."""
     scaled = capture(like=runs / "a", out=tmp_path / "b", plants=["lm_head:out=scale:1.1"])

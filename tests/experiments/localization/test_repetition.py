@@ -114,6 +114,7 @@ def test_a_machine_that_is_known_not_to_repeat_is_held_to_its_error(runs, tmp_pa
     assert check_repetition(healthy, own, **options).how == "differs"
 
 
+@pytest.mark.slow
 def test_what_comes_before_a_substitute_must_repeat(runs, tmp_path):
     """And the other blocks, whose inputs were given; what comes after it may differ."""
     sites = ["blocks", f"ops@{BLOCK}"]
@@ -160,6 +161,7 @@ def test_localize_stops_on_a_machine_that_is_not_the_candidates(runs, tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     """The printed command was run on the wrong machine."""
     work, options = tmp_path / "work", {"truth": runs / "truth", "here": "reference"}
@@ -193,6 +195,7 @@ def test_a_substitute_is_only_tried_on_the_machine_itself(runs, tmp_path, lines_
     assert any("on B's machine" in command for command in result.commands)
 
 
+@pytest.mark.slow
 def test_a_token_is_not_explained_by_another_machine(runs, tmp_path):
     """The run that is repeated has other logits here: the share would be this machine's."""
     a = capture(like=runs / "a", out=tmp_path / "a", prepare=faulty_mlp)
@@ -202,6 +205,7 @@ def test_a_token_is_not_explained_by_another_machine(runs, tmp_path):
     assert any("this machine does not repeat" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_size_is_not_confirmed_by_another_machine(runs, tmp_path):
     """The candidate was captured elsewhere: a plant here says what this machine sees."""
     other = capture(like=runs / "a", out=tmp_path / "b", prepare=other_rounding)

@@ -22,6 +22,7 @@ def _statuses(result):
     return {line.name: line.status for line in result.lines}
 
 
+@pytest.mark.slow
 def test_a_healthy_model_agrees_with_itself(llama):
     """In every way of running that was asked for."""
     lines = ("again", "hooks", "batch", "cache", "chunks")
@@ -91,6 +92,7 @@ def test_noise_in_one_block_is_not_the_same_run_twice(llama, in_attention):
     assert (line.status, line.block) == ("diverged", "model.layers.1")
 
 
+@pytest.mark.slow
 def test_noise_within_rounding_is_said_where_bits_must_be_equal(llama, in_attention):
     """It diverges nowhere, and is not repeated all the same."""
     noise = torch.Generator().manual_seed(1)
@@ -138,6 +140,7 @@ def test_attention_that_sees_pads(llama, monkeypatch):
     assert "diverged" not in {line.status for line in lines.values()}
 
 
+@pytest.mark.slow
 def test_attention_that_counts_its_rows_from_the_pads(llama, monkeypatch):
     """The diagonal at the end of the pads, not of the prompt: each token sees some behind it."""
     from transformers.models.llama import modeling_llama

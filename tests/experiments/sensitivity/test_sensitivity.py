@@ -139,6 +139,7 @@ def test_a_trial_is_what_compare_says_of_a_real_plant(runs, tmp_path, dtype):
         assert tried.evidence[0] == real.evidence[0]
 
 
+@pytest.mark.slow
 def test_without_a_candidate_one_is_made_and_removed(runs, monkeypatch, tmp_path):
     """By other attention kernels, in a folder that is gone afterwards; real plants agree."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -176,6 +177,7 @@ def test_an_interrupted_capture_leaves_nothing_behind(runs, monkeypatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_json_is_versioned_and_complete(found):
     """All that is printed is in it, in plain numbers."""
     answer = json.loads(found("bfloat16", True).to_json())

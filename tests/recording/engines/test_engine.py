@@ -116,6 +116,7 @@ def test_what_is_said_of_one_engine_in_two_runs_is_what_differs(folder, plain, t
     assert line.candidate == "transformers, prefix caching on"
 
 
+@pytest.mark.slow
 def test_a_run_names_no_package_to_import(installed, folder, tmp_path):
     """--like takes an engine that comes with divergence; another one the user names."""
     run = capture(folder, out=tmp_path / "a", engine="halving", **WISHES)

@@ -204,6 +204,7 @@ def test_annotations_are_escaped_by_the_runners_rules(failing, hostile, ci):
         assert text.isprintable() and len(text) < 10_000
 
 
+@pytest.mark.slow
 def test_the_runner_obeys_nothing_of_a_report(hostile, ci):
     """The fence cannot be guessed, so no name can end it."""
     fences = set()

@@ -37,6 +37,7 @@ def test_equal_servers_are_identical(serve):
     assert report.logprobs.num_equal == 12 * 8
 
 
+@pytest.mark.slow
 def test_rounding_is_no_alarm_and_other_weights_are(stub, serve):
     """Healthy noise below what bfloat16 explains; other weights beyond any precision."""
     a = serve("a")

@@ -11,6 +11,7 @@ PROMPTS = [f"prompt number {n}" for n in range(8)]
 GIVEN = {"prompts": PROMPTS, "max_new_tokens": 12, "answers": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speaks", ["vllm", "llama.cpp", "sglang", "tgi"])
 def test_one_distribution_is_no_alarm_and_another_is_seen(stub, serve, speaks):
     """Another machine draws other texts of the same model; other weights are another model."""
@@ -26,6 +27,7 @@ def test_one_distribution_is_no_alarm_and_another_is_seen(stub, serve, speaks):
     assert other.logprobs.texts.p_value < 0.01 and other.verdict.kind == "systematic"
 
 
+@pytest.mark.slow
 def test_a_server_of_text_alone(stub, serve):
     """Characters are compared; neither cause nor equality is claimed with confidence."""
     stub.lacks = {"ids", "logprobs", "prompt_logprobs"}

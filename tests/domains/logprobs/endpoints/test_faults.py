@@ -74,6 +74,7 @@ def choose_by(stub, changed) -> None:
     stub.go_on = go_on
 
 
+@pytest.mark.slow
 def test_a_margin_that_no_list_tells_is_no_tie(stub, serve):
     """Without likeliest tokens nobody knows whether answers parted at ties, and that is said."""
     a = serve("a", top_logprobs=0)
@@ -100,6 +101,7 @@ def test_a_token_below_a_whole_list_is_no_tie(stub, serve):
     assert report.verdict.kind == "drift" and "does not flip" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_answers_that_part_at_their_first_token_are_no_texts_alone(stub, serve):
     """Their first tokens had the same beginning, so they are judged."""
     stub.speaks = "llama.cpp"
@@ -109,6 +111,7 @@ def test_answers_that_part_at_their_first_token_are_no_texts_alone(stub, serve):
     assert report.verdict.kind == "drift" and "does not flip" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_the_place_named_is_that_of_the_fault_and_not_of_a_tie_before_it(stub, serve, healthy):
     """Among ties that rounding flips the first fault is the onset."""
     stub.noise = 0.05
@@ -122,6 +125,7 @@ def test_the_place_named_is_that_of_the_fault_and_not_of_a_tie_before_it(stub, s
     assert sum(healthy.manifest.tokens.samples[onset.sample].prompt_ids) % 5 == 0
 
 
+@pytest.mark.slow
 def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve, healthy):
     """A greedy choice in another pass than the one that is told: near ties alone are chosen
     otherwise, which is no sampling, and leaves low confidence."""
@@ -137,6 +141,7 @@ def test_tokens_chosen_by_other_numbers_are_not_said_to_be_sampled(stub, serve, 
     assert "does not choose the likeliest token of its own list" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_penalty_is_not_called_sampling_alone(stub, serve, healthy):
     """A choice that is not the likeliest token may be sampling, a penalty or a bias."""
 
@@ -155,6 +160,7 @@ def beginning_with(numbers):
     return lambda ids: list(ids[:2]) in starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["longer", "later", ""])
 def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, healthy, which):
     """Positions scaled wrongly, a server that came back with other weights, one bad replica of two:
@@ -179,6 +185,7 @@ def test_all_prompts_alike_is_said_of_all_prompts_alone(stub, serve, healthy, wh
     assert which or "than the others" not in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_shift_in_one_direction_is_no_rounding(stub, serve, healthy):
     """One token gets 6% of the probability wherever it is: all others lose a little, as many as no
     coin falls one way. What looks the same is named."""
@@ -212,6 +219,7 @@ def test_lists_of_tokens_tell_the_temperature(stub, serve, healthy, temperature)
     assert f"B's log-probabilities are A's at temperature {temperature:.3g}" in summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "kind"), [(0.4, "localized"), (0.02, "within_floor")])
 def test_a_mean_over_healthy_prompts_hides_no_faulty_ones(stub, serve, healthy, noise, kind):
     """A quarter of the prompts beyond rounding, diluted by the others."""
@@ -272,6 +280,7 @@ def test_answers_that_nobody_drew_are_of_no_distribution(stub, serve):
     assert "both sides give one answer to each prompt" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_what_stands_for_no_number_is_none(stub, serve, healthy):
     """-9999 is written where a token has no log-probability; it is no difference of 9999 nats."""
     inner = type(stub).go_on
@@ -289,6 +298,7 @@ def test_what_stands_for_no_number_is_none(stub, serve, healthy):
     assert any("not told on both sides" in check.detail for check in report.verdict.checks)
 
 
+@pytest.mark.slow
 def test_an_integer_beyond_all_floats_is_no_number(stub, serve, healthy):
     """A log-probability of 400 digits is nonfinite, not a crash."""
     inner = type(stub).go_on
@@ -358,6 +368,7 @@ def test_pieces_of_characters_are_not_held_to_be_one_token(stub, serve, monkeypa
     assert any("not told on both sides" in check.detail for check in report.verdict.checks)
 
 
+@pytest.mark.slow
 def test_what_prompts_begin_with_alike_counts_once(stub, serve):
     """A system prompt of which the rounding is one-sided is one observation, not one a prompt."""
     system = "all of them begin with this long text, "
@@ -377,6 +388,7 @@ def test_what_prompts_begin_with_alike_counts_once(stub, serve):
     assert report.verdict.kind == "within_floor", report.verdict
 
 
+@pytest.mark.slow
 def test_other_numbers_behind_the_same_beginning_all_count(stub, serve):
     """A cache of prefixes that gives wrong numbers from the second request on."""
     system = "all of them begin with this long text, "

@@ -61,6 +61,7 @@ def test_another_template_stops(stub, serve, speaks):
     assert report.verdict.kind == "incomparable" and "template" in report.verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speaks", ["sglang", "llama.cpp", "openai"])
 def test_recorded_answers_are_scored(stub, serve, speaks):
     """By the server's own scores of prompts, or token by token; every token is compared."""
@@ -84,6 +85,7 @@ def test_a_token_that_is_on_no_list_is_not_scored(stub, serve):
     assert 0 < report.logprobs.delta.num_tokens < 60 and report.logprobs.num_other > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speaks", ["vllm", "openai", "llama.cpp", "sglang"])
 def test_conversations(stub, serve, speaks):
     """--chat: the server's own template; where its answers do not tell what it made of a prompt,
@@ -113,6 +115,7 @@ def test_a_route_tells_what_answers_do_not(stub, serve):
     )
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_earlier_is_a_difference(stub, serve):
     """A flip whose margin nobody told; but not where both were to answer so many tokens."""
     a = serve("a")

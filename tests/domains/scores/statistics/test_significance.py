@@ -94,6 +94,7 @@ def test_signs_of_binary_scores_are_mcnemar():
     assert sign_test(sums, np.ones(21))[0] == pytest.approx(mcnemar(7, 1))
 
 
+@pytest.mark.slow
 def test_many_signs_are_drawn_and_then_t():
     """Draws agree with t where both hold; above MOST_SIGNS t is taken."""
     values = np.random.default_rng(0).normal(0.06, 1, MOST_SIGNS)

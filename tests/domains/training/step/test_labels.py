@@ -88,6 +88,7 @@ def test_labels_are_recorded_and_repeated(run, tmp_path):
         divergence.capture(like=run, out=tmp_path / "c", training=TrainOptions(labels=LINES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["loss#backward:out", "model.layers.1#backward:out"])
 def test_a_fault_is_found_where_most_gradients_are_zero(site, run, answer):
     """At its site, though few tokens have a label."""

@@ -164,6 +164,7 @@ def test_operators_of_a_backward_run_again_give_the_recorded_bits(step, tmp_path
     assert report.verdict.kind == "within_floor", report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_truth_holds_the_same_operators(step, tmp_path):
     """In float64, with the same operands."""
     run = step("llama", sites=["blocks", "ops@model.layers.1"])

@@ -33,6 +33,7 @@ def tensors(run, pattern):
     return {r.site: run.read(r) for r in run.records if r.pass_ == "free" and pattern in r.site}
 
 
+@pytest.mark.slow
 def test_what_a_step_does_is_read_from_its_tensors(step):
     """The dtypes of each part are those that were seen, not those that were asked for."""
     plain = step("a", optimizer="adamw").manifest.training.precision
@@ -58,6 +59,7 @@ def test_what_a_step_does_is_read_from_its_tensors(step):
     assert step("c").manifest.training.precision.main_weights is None
 
 
+@pytest.mark.slow
 def test_sums_in_float32_are_those_of_the_micro_batches(step):
     """Each micro-batch's gradient is bfloat16, their sum is not."""
     alone = []
@@ -162,6 +164,7 @@ def test_what_is_below_practice_is_named(optimizer, step):
     assert not audit_runs(step("b", dtype="float32", optimizer=optimizer)).findings
 
 
+@pytest.mark.slow
 def test_two_runs_alike_are_named_together(step):
     """What one of them alone does is named by its side."""
     a = step("a", optimizer="adamw")

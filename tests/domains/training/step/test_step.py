@@ -106,6 +106,7 @@ def test_a_backward_is_recorded_in_its_own_order(step):
     assert "model.rotary_emb#backward:out" not in sites  # it does nothing with what it is given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -135,6 +136,7 @@ def test_a_healthy_pair_is_within_rounding(architecture, change, step, truth):
     assert len(judged) > (5 if routed else 20)
 
 
+@pytest.mark.slow
 def test_one_batch_gets_the_recorded_gradients(step, truth):
     """Of all prompts together: an update is compared as made from the same gradients, though the
     prompts' own rows lie in another batch."""
@@ -146,6 +148,7 @@ def test_one_batch_gets_the_recorded_gradients(step, truth):
     assert divergence.compare(a, b, truth=truth(a)).verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_no_bit(step):
     """And is told as a setting that differs."""
     a = step("llama", optimizer="adamw")
@@ -155,6 +158,7 @@ def test_checkpointing_changes_no_bit(step):
     assert any(line.check == "gradient checkpointing" for line in report.preflight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "site",
     [
@@ -174,6 +178,7 @@ def test_a_planted_fault_is_named(site, step, truth):
     assert divergence.compare(a, b).verdict.onset.site == site
 
 
+@pytest.mark.slow
 def test_a_fault_beside_experts_is_seen_from_either_side(step):
     """Which experts were chosen is looked up in each side's own pass."""
     site = "model.layers.1.self_attn.q_proj#backward:out.weight"
@@ -184,6 +189,7 @@ def test_a_fault_beside_experts_is_seen_from_either_side(step):
         assert (verdict.kind, verdict.onset and verdict.onset.site) == ("localized", site)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
     """A bucket that is stale in the free pass alone, as a race makes it: the anchored pass is
@@ -208,6 +214,7 @@ def test_a_fault_that_does_not_repeat_is_no_rounding(step, monkeypatch):
         assert verdict.confidence != "high" and verdict.side is None
 
 
+@pytest.mark.slow
 def test_an_optimizers_step(step, truth, tiny_model):
     """The new values are those of torch; clipping is seen in what the optimizer gets."""
     options = {"optimizer": "adamw", "clip_grad_norm": 0.5, "loss_scale": 1024.0}
@@ -234,6 +241,7 @@ def test_an_optimizers_step(step, truth, tiny_model):
     assert verdict.kind == "within_floor", verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_another_loss_scale_is_no_fault(side, step):
     """Gradients on their way are of another loss and left out; what parameters get is compared."""
@@ -260,6 +268,7 @@ def test_gates_that_rounding_opens_are_no_fault(step, tmp_path):
     assert verdict.kind == "within_floor", verdict.summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -276,6 +285,7 @@ def test_another_optimizer_is_seen_and_said(change, line, step):
     assert any(one.check == line and one.status == "differs" for one in report.preflight)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_off_before_all_steps_are_is_named_too(step):
     """The optimizer's fault in all parameters does not hide that of one block's backward."""
     a = step("llama", optimizer="adamw")
@@ -287,6 +297,7 @@ def test_a_block_that_is_off_before_all_steps_are_is_named_too(step):
     assert verdict.summary.endswith("; another in model.layers.1")
 
 
+@pytest.mark.slow
 def test_the_model_is_as_before(step, tiny_model):
     """A step is made of the free pass and of the anchored one, from the same weights."""
     a = step("llama", optimizer="sgd", learning_rate=0.1)
@@ -294,6 +305,7 @@ def test_the_model_is_as_before(step, tiny_model):
     assert divergence.compare(a, b).verdict.kind == "identical"
 
 
+@pytest.mark.slow
 def test_settings_are_taken_from_the_recorded_run(step):
     """A repeated step has them all."""
     a = step("llama", optimizer="sgd", learning_rate=0.25, autocast="bfloat16")
@@ -347,6 +359,7 @@ def test_an_encoder_is_refused(tiny_model, tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_gradients_reduced_as_ranks_would(step, truth):
     """In float32 an order is rounding; in bfloat16 all parameters' gradients are off, by the
@@ -364,6 +377,7 @@ def test_gradients_reduced_as_ranks_would(step, truth):
     assert 5e-4 < max(off) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     """Gradients that are halved everywhere are told by that factor."""
@@ -386,6 +400,7 @@ def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     assert any("0.5 × A's" in one.text for one in verdict.evidence)
 
 
+@pytest.mark.slow
 def test_what_a_block_hands_out_and_used_itself_has_no_gradient_from_outside(tmp_path):
     """Attention's weights: cut off and driven from outside, they would count twice."""
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=2, initializer_range=0.2)

@@ -29,6 +29,7 @@ def _summary(a: Run, out) -> str:
     return verdict.summary
 
 
+@pytest.mark.slow
 def test_new_values_that_are_all_off_are_no_fault_of_one_kind(a, tmp_path, monkeypatch):
     """Another learning rate: the first place is an example, not what is special."""
     make = Stepping._optimizer
@@ -45,6 +46,7 @@ def test_new_values_that_are_all_off_are_no_fault_of_one_kind(a, tmp_path, monke
     assert "the optimizer's step or its settings" in summary
 
 
+@pytest.mark.slow
 def test_gradients_that_are_all_off_are_not_called_a_kernels(a, tmp_path, monkeypatch):
     """Twice the gradient of every parameter, as of a sum that is made twice."""
     reduce = Stepping.reduce

@@ -16,17 +16,9 @@ from divergence.output import check_output
 
 _READ, _CAPTURE = "What is read", "The flipped prompts as a run"
 FORMATS = (
-    "auto",
-    "lm-eval",
-    "evalscope",
-    "opencompass",
-    "inspect",
-    "every-eval-ever",
-    "lm-eval-results",
-    "evalscope-report",
-    "opencompass-summary",
-    "plain",
-)
+    "auto lm-eval evalscope opencompass inspect every-eval-ever lm-eval-results evalscope-report "
+    "opencompass-summary plain"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,53 +195,31 @@ def preflight(a: Series, b: Series, pairs: Pairs) -> list[PreflightLine]:
     """Check what must be equal before any number is believed."""
     pairing = pairs.pairing
     left = left_out(pairing)
-    all_usable = sentence(fact("evaluations.all_usable"))
+    counts = [f"{num:,}" for num in (pairing.num_reference, pairing.num_candidate)]
+    usable = "" if pairing.num_unscored else sentence(fact("evaluations.all_usable"))
+    twice = f"{pairing.num_duplicates + pairing.num_conflicting:,}"
+    repeats = [f"{repeat:g}" for repeat in pairing.repeats]
+    order = [] if pairs.same_order else [fact("evaluations.other_order")]
     lines = [
-        _line(
-            "documents",
-            [f"{pairing.num_reference:,}", f"{pairing.num_candidate:,}"],
-            *left["documents"],
-            same=not pairing.num_reference_only and not pairing.num_candidate_only,
-            blocks=not pairing.num_paired,
-        ),
+        _line("documents", counts, *left["documents"], blocks=not pairing.num_paired),
         _hashes("prompts", a, b, *left["prompts"]),
         _hashes("targets", a, b, *left["targets"]),
-        _line(
-            "scores",
-            ["", ""] if pairing.num_unscored else [all_usable] * 2,
-            *left["scores"],
-            same=not pairing.num_unscored,
-        ),
-        _line(
-            "duplicates",
-            [f"{pairing.num_duplicates + pairing.num_conflicting:,}"] * 2,
-            *left["duplicates"],
-            same=not pairing.num_duplicates and not pairing.num_conflicting,
-        ),
-        _line(
-            "repeats",
-            [f"{repeat:g}" for repeat in pairing.repeats],
-            same=pairing.repeats[0] == pairing.repeats[1],
-        ),
-        _line(
-            "order",
-            ["", ""],
-            *([] if pairs.same_order else [fact("evaluations.other_order")]),
-            same=pairs.same_order,
-        ),
+        _line("scores", [usable] * 2, *left["scores"], same=not pairing.num_unscored),
+        _line("duplicates", [twice] * 2, *left["duplicates"]),
+        _line("repeats", repeats, same=pairing.repeats[0] == pairing.repeats[1]),
+        _line("order", ["", ""], *order),
+        *unit_lines(pairs.reference, pairs.candidate),
     ]
-    lines += unit_lines(pairs.reference, pairs.candidate)
-    if a.higher_is_better != b.higher_is_better:
-        better = [
-            sentence(fact("evaluations.direction", higher=side.higher_is_better)) for side in (a, b)
-        ]
-        lines.append(_line("direction", better, same=False, blocks=True))
+    directions = [side.higher_is_better for side in (a, b)]
+    if directions[0] != directions[1]:
+        better = [sentence(fact("evaluations.direction", higher=higher)) for higher in directions]
+        lines.append(_line("direction", better, blocks=True))
     # documents of clusters that both sides tell, and do not tell alike. Names may differ
     named = [(a.cluster, b.cluster) for a, b in pairs.rows if a.cluster and b.cluster]
     parts = [Counter(names) for names in zip(*set(named), strict=True)]
     if num := sum(parts[0][x] > 1 or parts[1][y] > 1 for x, y in named):
         other = fact("evaluations.other_clusters", num_documents=num)
-        lines.append(_line("clusters", ["", ""], other, same=False, blocks=True))
+        lines.append(_line("clusters", ["", ""], other, blocks=True))
     return [*lines, *setting_lines(a, b)]
 
 
@@ -249,18 +227,14 @@ def setting_lines(a: Series, b: Series) -> list[PreflightLine]:
     """Return what each setting is on both sides; any that differs makes it another question."""
     lines = []
     for name in dict.fromkeys((*a.settings, *b.settings)):
-        value_a, value_b = a.settings.get(name), b.settings.get(name)
-        both_known = value_a is not None and value_b is not None
+        values = a.settings.get(name), b.settings.get(name)
+        status: PreflightStatus = "same" if values[0] == values[1] else "blocking"
         lines.append(
             PreflightLine(
                 check=name,
-                status="unknown"
-                if not both_known
-                else "same"
-                if value_a == value_b
-                else "blocking",
-                reference=value_a or _said(False),
-                candidate=value_b or _said(False),
+                status="unknown" if None in values else status,
+                reference=values[0] or _said(False),
+                candidate=values[1] or _said(False),
             )
         )
     return lines
@@ -285,15 +259,16 @@ def unit_lines(reference: np.ndarray, candidate: np.ndarray) -> list[PreflightLi
     if not rescaled:
         return []
     units = [sentence(fact("evaluations.scores_up_to", largest=top)) for top in tops]
-    return [_line("units", units, same=False, blocks=True)]
+    return [_line("units", units, blocks=True)]
 
 
 def _line(
-    check: str, shown: list[str], *details: Fact, same: bool, blocks: bool = False
+    check: str, shown: list[str], *details: Fact, same: bool | None = None, blocks: bool = False
 ) -> PreflightLine:
-    """``details``: what is counted, left out where it is 0."""
-    status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
+    """``details``: what is counted, left out where it is 0. ``same``: by default, where none is."""
     parts = [item for item in details if item["num"] != 0]
+    same = not parts if same is None else same
+    status: PreflightStatus = "blocking" if blocks else "same" if same else "differs"
     counted = [fact("evaluations.parts", parts=parts)] if parts else []
     return PreflightLine(
         check=check, status=status, reference=shown[0], candidate=shown[1], details=counted
@@ -302,17 +277,11 @@ def _line(
 
 def _hashes(check: str, a: Series, b: Series, differing: Fact) -> PreflightLine:
     field = check.removesuffix("s")
-    has_hashes = [
-        any(getattr(row, field) is not None for row in series.rows[:1]) for series in (a, b)
-    ]
-    if not all(has_hashes):
-        return PreflightLine(
-            check=check,
-            status="unknown",
-            reference=_said(has_hashes[0]),
-            candidate=_said(has_hashes[1]),
-        )
-    return _line(check, ["", ""], differing, same=not differing["num"])
+    has = [bool(side.rows) and getattr(side.rows[0], field) is not None for side in (a, b)]
+    if not all(has):
+        first, second = map(_said, has)
+        return PreflightLine(check=check, status="unknown", reference=first, candidate=second)
+    return _line(check, ["", ""], differing)
 
 
 def _said(is_known: bool) -> str:
@@ -384,29 +353,23 @@ def causes_of(pairs: Pairs, dtypes: Sequence[str | None]) -> FlipCauses | None:
 
 def explained(dtypes: Sequence[str | None]) -> tuple[float, Fact]:
     """Tell how far a margin may move by rounding of the coarser dtype, in nats, and of which."""
-    limited = [dtype for dtype in dtypes if dtype in LOGPROB_LIMIT_BY_DTYPE]
-    coarse = (
-        max(limited, key=lambda dtype: LOGPROB_LIMIT_BY_DTYPE[dtype])
-        if len(limited) == len(dtypes)
-        else None
-    )
-    bound = math.sqrt(2) * (
-        LOGPROB_LIMIT_WIDEST if coarse is None else LOGPROB_LIMIT_BY_DTYPE[coarse]
-    )
-    source = fact("evaluations.rounding", dtype=coarse or "bfloat16", known=coarse is not None)
-    return _LIMIT * _MEAN_TO_SIGMA * bound, source
+    limits = [
+        (LOGPROB_LIMIT_BY_DTYPE[dtype], dtype)
+        for dtype in dtypes
+        if dtype in LOGPROB_LIMIT_BY_DTYPE
+    ]
+    is_told = len(limits) == len(dtypes)
+    bound, coarse = max(limits) if is_told else (LOGPROB_LIMIT_WIDEST, "bfloat16")
+    source = fact("evaluations.rounding", dtype=coarse, known=is_told)
+    return _LIMIT * _MEAN_TO_SIGMA * math.sqrt(2) * bound, source
 
 
 def flips_of(pairs: Pairs) -> list[int]:
     """The pairs whose scores differ, the largest shift of a margin first; losses first."""
-    order = [
-        (-(shift_of(a, b) or 0.0), y - x, number)
-        for number, ((a, b), x, y) in enumerate(
-            zip(pairs.rows, pairs.reference, pairs.candidate, strict=True)
-        )
-        if x != y
-    ]
-    return [number for _, _, number in sorted(order)]
+    differences = (pairs.candidate - pairs.reference).tolist()
+    flips = [number for number, difference in enumerate(differences) if difference]
+    shifts = {number: shift_of(*pairs.rows[number]) or 0.0 for number in flips}
+    return sorted(flips, key=lambda number: (-shifts[number], differences[number]))
 
 
 def capture_flips(
@@ -612,20 +575,16 @@ def _causes(
         if samples is None:
             continue
         if first.choices is not None and second.choices is not None:
+            rows = first, second
             answer: _Answer | Fact | None = _chosen(
-                asked[first.place], (first, second), series.name.metric, joint
+                asked[first.place], rows, series.name.metric, joint
             )
         else:
             # the first different greedy choice
-            both = zip(
-                *(
-                    run.manifest.tokens.samples[sample].chosen_ids
-                    for run, sample in zip(joint.runs, samples, strict=True)
-                ),
-                strict=False,
-            )
-            steps = (_Answer(step, (x, y)) for step, (x, y) in enumerate(both) if x != y)
-            answer = next(steps, None)
+            runs = zip(joint.runs, samples, strict=True)
+            chosen = [run.manifest.tokens.samples[sample].chosen_ids for run, sample in runs]
+            both = enumerate(zip(*chosen, strict=False))
+            answer = next((_Answer(step, (x, y)) for step, (x, y) in both if x != y), None)
         flip = _judged(first.document, answer, joint, samples, limit)
         flips.append(flip)
         if isinstance(answer, _Answer) and answer.whole and answer.logged is not None:

@@ -79,9 +79,7 @@ def measured(series: Series, pairs: Pairs, bands: Sequence[Band]) -> TaskScores:
     if pairs.single and not any(a.answer is None or b.answer is None for a, b in pairs.rows):
         num_changed = sum(row.answer != other.answer for row, other in pairs.rows)
     return TaskScores(
-        task=series.name.task,
-        filter=series.name.filter,
-        metric=series.name.metric,
+        **series.name._asdict(),
         verdict="undecided",
         higher_is_better=series.higher_is_better,
         pairing=pairs.pairing,
@@ -128,12 +126,15 @@ def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents:
     would hold them."""
     a, b = total_of(series), total_of(other)
     difference = b.score - a.score
-    errors = [_error_of(total) for total in (a, b)]
+    errors = []
+    for total in (a, b):
+        error = total.error
+        if error is None and total.num is not None and 0 <= total.score <= 1:
+            error = float(np.sqrt(total.score * (1 - total.score) / max(1, total.num - 1)))
+        errors.append(error)
     num = min(total.num or 0 for total in (a, b)) or None
     task = TaskScores(
-        task=series.name.task,
-        filter=series.name.filter,
-        metric=series.name.metric,
+        **series.name._asdict(),
         verdict="undecided",
         higher_is_better=series.higher_is_better,
         pairing=Pairing(
@@ -159,9 +160,9 @@ def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents:
         needed = None
         if p_value > LEVEL and num is not None:
             spread = error * num**0.5
-            needed = documents_needed(spread, 0.0, difference=difference, band=width, num=num)
-            step = 10 ** max(0, len(str(needed)) - 2)
-            needed = None if needed is None else -(-needed // step) * step
+            needed = _two_digits(
+                documents_needed(spread, 0.0, difference=difference, band=width, num=num)
+            )
         made.append(
             BandResult(
                 limit=band.limit,
@@ -187,10 +188,10 @@ def unpaired(series: Series, other: Series, bands: Sequence[Band], *, documents:
     )
 
 
-def _error_of(total: Total) -> float | None:
-    if total.error is not None or total.num is None or not 0 <= total.score <= 1:
-        return total.error
-    return float(np.sqrt(total.score * (1 - total.score) / max(1, total.num - 1)))
+def _two_digits(num: int | None) -> int | None:
+    """The number of documents upwards to two digits: it is an estimate."""
+    step: int = 10 ** max(0, len(str(num)) - 2)
+    return None if num is None else -(-num // step) * step
 
 
 def _above(z: float) -> float:
@@ -221,12 +222,11 @@ def _band(band: Band, sums: _Sums, plain: Mean) -> BandResult:
     if not shown:
         spread = 0.0 if np.isnan(plain.error) else float(plain.error) * num**0.5
         per_document = float(sums.pad.far * np.sqrt(sums.pad.weight) / sums.sizes.mean())
-        needed = documents_needed(
-            spread, per_document, difference=float(plain.mean), band=width, num=int(num)
+        needed = _two_digits(
+            documents_needed(
+                spread, per_document, difference=float(plain.mean), band=width, num=int(num)
+            )
         )
-        if needed is not None:  # to two digits, upwards: it is an estimate
-            step: int = 10 ** max(0, len(str(needed)) - 2)
-            needed = -(-needed // step) * step
     return BandResult(
         limit=band.limit,
         relative=band.relative,

@@ -103,8 +103,8 @@ class BandResult(msgspec.Struct, frozen=True, kw_only=True):
     it is settled, or no number would."""
 
 
-class FlipCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
-    """Flips of multiple choice, by what moved the choice."""
+class CauseCounts(msgspec.Struct, Worded, frozen=True, kw_only=True):
+    """Flips by what moved their margins, and the limit between the two."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"limit_of": "source"}
 
@@ -122,6 +122,11 @@ class FlipCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The share of the score difference that flips at near ties make: they add up to the mean
     difference of the flipped documents over all pairs."""
     difference_of_shifts: float
+
+
+class FlipCauses(CauseCounts, frozen=True, kw_only=True):
+    """Flips of multiple choice, by what moved the choice."""
+
     median_shift: float
     """Of the margin between the reference's two likeliest choices, over all documents, in nats."""
     num_judged: int
@@ -156,7 +161,7 @@ class RunFlip(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """The same in words."""
 
 
-class RunCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
+class RunCauses(CauseCounts, frozen=True, kw_only=True):
     """Flips joined to two runs of their prompts."""
 
     TEXTS: ClassVar[Mapping[str, str]] = {"limit_of": "source", "notes": "remarks"}
@@ -164,21 +169,10 @@ class RunCauses(msgspec.Struct, Worded, frozen=True, kw_only=True):
     reference: str
     """The reference's run."""
     candidate: str
-    limit: float
-    """Rounding explains a shift of the margin up to this, in nats."""
-    source: Fact
-    """What the limit rests on."""
-    limit_of: str = ""
-    """The same in words."""
     num_flips: int
     """All that flipped; those without a prompt in both runs are in no other number."""
-    num_ties: int
-    num_shifts: int
     num_not_reproduced: int
     num_not_told: int
-    difference_of_ties: float
-    """The share of the score difference that these flips make, as in FlipCauses."""
-    difference_of_shifts: float
     flips: list[RunFlip]
     """Of the prompts that are in both runs."""
     remarks: list[Fact] = []

@@ -117,33 +117,32 @@ def scores(
         cluster=cluster,
     )
     sides: list[Evaluation] = []
+    files: set[Path] = set()
     for number, path in enumerate(paths, 1):
         sides.append(read(path, reading, format=format))
         if progress is not None:
             progress("read", number, len(paths), path)
         # a folder and what lies in it are the same results, too
-        files = {Path(series.file).resolve() for series in sides[0].series}
-        if number > 1 and any(Path(series.file).resolve() in files for series in sides[-1].series):
+        own = {Path(series.file).resolve() for series in sides[-1].series}
+        files = files or own  # the first side's
+        if number > 1 and own & files:
             raise UsageError(
                 "both sides are the same results, so nothing is compared",
                 where=sides[-1].path,
                 hint="name the results of another evaluation",
             )
-    first, rest = sides[0], sides[1:]
+    first, *rest = sides
     paired: list[_Paired] = []
+    task_groups = []
     for side in rest:
         named = side.named()
-        paired.append(
-            {
-                series.name: (series, pair(series, named[series.name], force=force))
-                for series in first.series
-                if series.name in named
-            }
-        )
-    task_groups = [
-        _compared(first, side, pairs, bands, force=force)
-        for side, pairs in zip(rest, paired, strict=True)
-    ]
+        pairs = {
+            series.name: (series, pair(series, named[series.name], force=force))
+            for series in first.series
+            if series.name in named
+        }
+        paired.append(pairs)
+        task_groups.append(_compared(first, side, pairs, bands, force=force))
     judged = iter(adjusted([task for group in task_groups for task in group]))
     made = [
         _candidate(first, side, [next(judged) for _ in tasks_])
@@ -187,55 +186,39 @@ def _compared(
             task_scores.append(_stopped(name, stopped))
             continue
         series, pairs = paired[name]
-        other = tasks_b[name]
-        if series.total is not None or other.total is not None:
+        other, pairing = tasks_b[name], pairs.pairing
+        alone = series.total is not None or other.total is not None
+        if alone:
             scored = a if series.total is not None else b
             task = unpaired(series, other, bands, documents=FORMATS[scored.format].documents)
             means = [np.array([score or 0.0]) for score in (task.reference, task.candidate)]
             lines = [*setting_lines(series, other), *unit_lines(*means)]
-            apart = [line for line in lines if line.status == "blocking"]
-            if apart and not force:
-                task_scores.append(replace(_stopped(name, _other(apart)), preflight=lines))
-            else:
-                task_scores.append(replace(task, preflight=lines))
-            continue
-        lines = preflight(series, other, pairs)
+        else:
+            lines = preflight(series, other, pairs)
+        nothing = not alone and not pairing.num_paired
         blocked = [line for line in lines if line.status == "blocking"]
-        num_paired = pairs.pairing.num_paired
-        if not num_paired or (blocked and not force):
-            if not num_paired:
-                blocked += [line for line in lines if line.status == "differs" and line.details]
-            task = replace(_stopped(name, _other(blocked)), preflight=lines, pairing=pairs.pairing)
-            task_scores.append(task)
-            continue
-        task = measured(series, pairs, bands)
-        causes = causes_of(pairs, (a.dtype, b.dtype))
-        task = replace(task, preflight=lines, causes=causes, remarks=_remarks(pairs))
-        task_scores.append(task)
+        if nothing:
+            blocked += [line for line in lines if line.status == "differs" and line.details]
+        if nothing or (blocked and not force):
+            task = replace(_stopped(name, _other(blocked)), pairing=None if alone else pairing)
+        elif not alone:
+            causes = causes_of(pairs, (a.dtype, b.dtype))
+            task = replace(measured(series, pairs, bands), causes=causes, remarks=_remarks(pairs))
+        task_scores.append(replace(task, preflight=lines))
     return task_scores
 
 
 def _other(blocked: Sequence[PreflightLine]) -> Fact:
     """Say why the two are not the same evaluation."""
-    apart = [
-        fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
-        for line in blocked
-    ]
-    reasons = [
-        fact("evaluations.check", check=line.check, what=line.details or what)
-        for line, what in zip(blocked, apart, strict=True)
-    ]
+    reasons = []
+    for line in blocked:
+        apart = fact("evaluations.apart", reference=line.reference, candidate=line.candidate)
+        reasons.append(fact("evaluations.check", check=line.check, what=line.details or apart))
     return fact("evaluations.not_the_same", reasons=reasons)
 
 
 def _stopped(name: SeriesName, why: Fact) -> TaskScores:
-    return TaskScores(
-        task=name.task,
-        filter=name.filter,
-        metric=name.metric,
-        verdict="incomparable",
-        headline=[why],
-    )
+    return TaskScores(**name._asdict(), verdict="incomparable", headline=[why])
 
 
 def _remarks(pairs: Pairs) -> list[Fact]:
@@ -251,8 +234,8 @@ def _remarks(pairs: Pairs) -> list[Fact]:
         remarks.append(fact("evaluations.few_clusters", num_clusters=clusters))
     sums, _ = cluster_sums(pairs.candidate - pairs.reference, pairs.clusters)
     if pairs.clusters is not None and lopsided(sums):
-        num_clusters = int((sums != 0).sum())
-        remarks.append(fact("evaluations.lopsided_clusters", num_clusters=num_clusters))
+        num = int((sums != 0).sum())
+        remarks.append(fact("evaluations.lopsided_clusters", num_clusters=num))
     return remarks
 
 
@@ -310,16 +293,11 @@ def _commands(
     )
     if report.captured is not None:
         run = report.captured.path
+        asked |= {"pair": ("--runs", run, f"{run}-b"), "note": _why("to_explain")}
         return [
             command("capture", like=run, o=f"{run}-b", note=_why("on_other")),
             command("compare", run, f"{run}-b", note=_why("to_layer")),
-            command(
-                "scores",
-                *paths[:2],
-                pair=("--runs", run, f"{run}-b"),
-                note=_why("to_explain"),
-                **asked,
-            ),
+            command("scores", *paths[:2], **asked),
         ]
     if flips and report.verdict in ("worse", "better", "undecided"):
         asked |= {"capture": "MODEL", "o": "flips"}

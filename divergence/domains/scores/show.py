@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from divergence.document import Column, Document, Headline, Section, Sentence, Table, named
 from divergence.domains.scores.joining import left_out
@@ -25,19 +26,12 @@ from divergence.domains.scores.rows import SeriesName
 from divergence.facts import fact, sentence
 from divergence.words import chance, count, fixed, list_names, printable, signed
 
-_WORDS = {
-    "equal": "EQUAL",
-    "better": "BETTER",
-    "worse": "WORSE",
-    "undecided": "UNDECIDED",
-    "incomparable": "STOPPED",
-}
-_STYLES = {
-    "equal": "bold green",
-    "better": "bold yellow",
-    "worse": "bold red",
-    "undecided": "bold yellow",
-    "incomparable": "bold red",
+_HEADLINES = {
+    "equal": ("EQUAL", "bold green"),
+    "better": ("BETTER", "bold yellow"),
+    "worse": ("WORSE", "bold red"),
+    "undecided": ("UNDECIDED", "bold yellow"),
+    "incomparable": ("STOPPED", "bold red"),
 }
 _DETAILED = 3
 """Tasks up to so many are all told in full; of more, those that are not equal."""
@@ -55,7 +49,8 @@ def headline(candidate: Candidate) -> Headline:
     if len(candidate.tasks) == 1 and task.difference is not None:
         scores = f"{fixed(task.reference, 4)} -> {fixed(task.candidate, 4)}"
         words = f"{name_of(task)} {scores}: {words}"
-    return Headline(_WORDS[candidate.verdict], printable(words), _STYLES[candidate.verdict])
+    word, style = _HEADLINES[candidate.verdict]
+    return Headline(word, printable(words), style)
 
 
 def scores_documents(report: ScoresReport, *, verbose: bool = False) -> list[Document]:
@@ -140,6 +135,17 @@ def _side(name: str, side: EvaluationSummary) -> Sentence:
 
 def score_table(candidate: Candidate) -> Table:
     """One row a task."""
+    rows: list[tuple[Any, ...]] = []
+    for task in candidate.tasks:
+        pairing = task.pairing
+        figures: tuple[Any, ...] = (None,) * 6
+        if task.difference is not None and pairing is not None:
+            # of scores as a whole the documents of the side with fewer
+            num = pairing.num_paired or min(pairing.num_reference, pairing.num_candidate)
+            ends = None if task.low is None else (task.low, task.high)
+            scores = task.reference, task.candidate, task.difference
+            figures = num or None, *scores, ends, task.p_adjusted
+        rows.append((name_of(task), task.verdict, *figures))
     return Table(
         num_left=2,
         columns=(
@@ -152,28 +158,9 @@ def score_table(candidate: Candidate) -> Table:
             Column("95% interval", lambda ends: " to ".join(map(signed, ends))),
             Column("p (Holm)", chance),
         ),
-        rows=[
-            (name_of(task), task.verdict, *[None] * 6)
-            if task.difference is None or task.pairing is None
-            else (
-                name_of(task),
-                task.verdict,
-                _num_documents(task.pairing) or None,
-                task.reference,
-                task.candidate,
-                task.difference,
-                None if task.low is None else (task.low, task.high),
-                task.p_adjusted,
-            )
-            for task in candidate.tasks
-        ],
+        rows=rows,
         marks=["flagged" if task.verdict == "worse" else "" for task in candidate.tasks],
     )
-
-
-def _num_documents(pairing: Pairing) -> int:
-    """Pairs, or of scores as a whole the documents of the side with fewer."""
-    return pairing.num_paired or min(pairing.num_reference, pairing.num_candidate)
 
 
 def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, str]]:
@@ -181,7 +168,7 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     pairing = task.pairing
 
     def shown(name: str, code: str, **values: Any) -> tuple[str, str]:
-        values = msgspec.structs.asdict(task) | values
+        values = asdict(task) | values
         return name, sentence(fact(f"evaluations.shown_{code}", **values))
 
     yield "verdict", task.summary
@@ -193,19 +180,15 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     yield shown("score", "score")
     first, second = pairing.repeats
     clusters = None if pairing.num_clusters == pairing.num_paired else pairing.num_clusters
-    documents = msgspec.structs.asdict(pairing) | {
-        "clusters": clusters,
-        "answers": max(first, second) > 1,
-        "first": first,
-        "second": second,
-    }
+    answers = {"answers": max(first, second) > 1, "first": first, "second": second}
+    documents = asdict(pairing) | answers | {"clusters": clusters}
     unpaired = task.test == "unpaired"
     if not unpaired or task.standard_error is not None:
         yield shown("interval", "interval_unpaired" if unpaired else "interval", **documents)
         adjusted = None if task.p_adjusted == task.p_value else task.p_adjusted
         yield shown("chance", "chance", p_adjusted=adjusted)
         for band in task.bands if unpaired or verbose else ():
-            yield shown("band", "band", **msgspec.structs.asdict(band), band=band_of(band))
+            yield shown("band", "band", **asdict(band), band=band_of(band))
     if unpaired:
         yield from _notes(task, verbose=False)
         return
@@ -219,15 +202,13 @@ def facts_of(task: TaskScores, *, verbose: bool = False) -> Iterator[tuple[str, 
     else:
         yield shown("flips", "flips", num_paired=num_paired)
     if task.causes is not None:
-        yield shown("why", "why", **msgspec.structs.asdict(task.causes), verbose=verbose)
+        yield shown("why", "why", **asdict(task.causes), verbose=verbose)
     if (causes := task.run_causes) is not None:
-        yield shown(
-            "in the runs", "in_runs", num=len(causes.flips), **msgspec.structs.asdict(causes)
-        )
+        yield shown("in the runs", "in_runs", num=len(causes.flips), **asdict(causes))
         for flip in causes.flips[: None if verbose else _DETAILED]:
             margins = None not in (flip.reference_margin, flip.candidate_margin)
             tokens = f"{flip.reference!r} over {flip.candidate!r}" if margins else None
-            yield shown("flip", "flip", **msgspec.structs.asdict(flip), tokens=tokens)
+            yield shown("flip", "flip", **asdict(flip), tokens=tokens)
         for note in causes.notes:
             yield "note", note
     yield from _left_out(pairing)
@@ -251,15 +232,10 @@ def _left_out(pairing: Pairing) -> Iterator[tuple[str, str]]:
 
 def scores_csv(report: ScoresReport) -> str:
     """One row a task of each candidate: the fields of TaskScores, nested ones by their path."""
-    rows = [
-        {
-            "reference_path": report.reference.path,
-            "candidate_path": candidate.side.path,
-            **_flat(task),
-        }
-        for candidate in report.candidates
-        for task in candidate.tasks
-    ]
+    rows = []
+    for candidate in report.candidates:
+        paths = {"reference_path": report.reference.path, "candidate_path": candidate.side.path}
+        rows += [paths | _flat(task) for task in candidate.tasks]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")

@@ -17,10 +17,8 @@ from typing import Any
 from divergence.domains.scores.formats.reading import (
     ReadRequest,
     ResultFormat,
-    answer_of,
     chat_of,
     files_in,
-    hashed,
     number_of,
     only_model,
     part_of,
@@ -43,16 +41,12 @@ _MAX_SETTINGS_BYTES, _MAX_SETTINGS = 1 << 18, 100_000
 
 
 def recognise(folder: DumpFolder) -> bool:
-    names = _reviews(folder)
+    names = files_in(folder, "reviews", ".jsonl")
     return bool(names) and "sample_score" in folder.first_fields(names[0])
 
 
-def _reviews(folder: DumpFolder) -> list[str]:
-    return files_in(folder, "reviews", ".jsonl")
-
-
 def read(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
-    names = _reviews(folder)
+    names = files_in(folder, "reviews", ".jsonl")
     only_model(folder, names, hint="name one of them: FOLDER/reviews/MODEL/FILE.jsonl")
     settings: dict[Path | None, dict[str, str]] = {}
     for name in names:
@@ -81,17 +75,17 @@ def _task(folder: DumpFolder, name: str, settings: dict[str, str], reading: Read
             continue
         values = score.get("value")
         for metric, value in values.items() if isinstance(values, dict) else ():
-            rows = reading.rows_in(SeriesName(task, "", text_of(metric)), file, settings)
-            if rows is not None:
+            series = reading.series(SeriesName(task, "", text_of(metric)), file, settings)
+            if series is not None:
                 number_, why = number_of(value)
-                rows.append(replace(row, score=number_, why=why))
+                series.rows.append(replace(row, score=number_, why=why))
     # evalscope leaves their metrics out of the file; they lack a score by each
-    series = reading.series_of(file)
-    if len(series) * len(unusable) > _MAX_UNUSABLE:
+    begun = reading.series_of(file)
+    if len(begun) * len(unusable) > _MAX_UNUSABLE:
         raise DumpError(
-            f"{len(unusable):,} answers have no score by any of {len(series):,} metrics", where=file
+            f"{len(unusable):,} answers have no score by any of {len(begun):,} metrics", where=file
         )
-    for entry in series:
+    for entry in begun:
         entry.rows += unusable
 
 
@@ -105,17 +99,16 @@ def _row(
     document, repeat = sample.get("group_id"), sample.get("generation_index")
     if document is None or not isinstance(repeat, int):  # not of a group, or without a place in it
         document, repeat = sample.get("sample_id", item.get("index")), 0
-    answers = (score.get(field) for field in ("extracted_prediction", "prediction"))
-    asked = _asked(item)
-    return ScoreRow(
-        document=text_of(document),
-        score=None,
+    extracted = score.get("extracted_prediction")
+    return reading.row(
+        document,
+        None,
+        number,
         repeat=repeat,
-        place=number,
-        answer=answer_of(next((answer for answer in answers if answer is not None), None)),
-        prompt=hashed(asked) if asked else None,
-        target=hashed(item.get("target")) if "target" in item else None,
-        cluster=reading.cluster_of(sample.get("sample_metadata")),
+        answer=score.get("prediction") if extracted is None else extracted,
+        prompt=_asked(item) or None,
+        target=item.get("target"),
+        fields=sample.get("sample_metadata"),
     )
 
 

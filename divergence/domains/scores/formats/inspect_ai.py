@@ -21,15 +21,12 @@ from typing import Any
 from divergence.domains.scores.formats.reading import (
     ReadRequest,
     ResultFormat,
-    answer_of,
     chat_of,
-    hashed,
-    number_of,
     text_of,
 )
-from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName
+from divergence.domains.scores.rows import Evaluation, SeriesName
 from divergence.errors import DumpError, UsageError
-from divergence.facts import Fact, fact
+from divergence.facts import fact
 from divergence.outside import MAX_LINE_BYTES, Budget, disk_bytes, json_value, opened, read_as
 from divergence.recording.prompts import Prompt
 from divergence.run.foreign import DumpFolder
@@ -150,26 +147,22 @@ def _log(
     settings = _settings(header, spec)
     for number, entry in archive.samples:
         sample = archive.json(entry)
-        prompt, target = hashed(_asked(sample)), hashed(sample.get("target"))
-        for metric, score, why, answer in _scores(sample):
-            rows = reading.rows_in(
-                SeriesName(task, "", metric), archive.where, settings, higher=True
-            )
-            if rows is None:
-                continue
-            rows.append(
-                ScoreRow(
-                    document=text_of(sample.get("id")),
-                    score=score,
-                    why=why,
+        prompt = _asked(sample)
+        for metric, value, answer in _scores(sample):
+            named = SeriesName(task, "", metric)
+            series = reading.series(named, archive.where, settings, higher=True)
+            if series is not None:
+                row = reading.row(
+                    sample.get("id"),
+                    value,
+                    number,
                     repeat=int(sample.get("epoch") or 1) - 1,
                     prompt=prompt,
-                    target=target,
+                    target=sample.get("target"),
                     answer=answer,
-                    cluster=reading.cluster_of(sample.get("metadata")),
-                    place=number,
+                    fields=sample.get("metadata"),
                 )
-            )
+                series.rows.append(row)
         if sample.get("error") is not None:
             reading.left_out["evaluations.samples_with_error"] += 1
 
@@ -192,19 +185,15 @@ def _settings(header: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, s
     }
 
 
-def _scores(
-    sample: Mapping[str, Any],
-) -> Iterator[tuple[str, float | None, Fact | None, str | None]]:
-    """(metric, score, why there is none, answer) of each scorer."""
+def _scores(sample: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(metric, value, answer) of each scorer."""
     for name, given in (sample.get("scores") or {}).items():
-        value = given.get("value") if isinstance(given, dict) else given
-        answer = answer_of(given.get("answer")) if isinstance(given, dict) else None
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        for part, score in parts:
-            if isinstance(score, str):
-                score = _LETTERS.get(score, score)
+        scored = given if isinstance(given, dict) else {"value": given}
+        value = scored.get("value")
+        for part, score in value.items() if isinstance(value, dict) else [("", value)]:
+            letter = _LETTERS.get(score) if isinstance(score, str) else None
             metric = f"{name}/{part}" if part else text_of(name)
-            yield metric, *number_of(score), answer
+            yield metric, score if letter is None else letter, scored.get("answer")
 
 
 def _asked(sample: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -26,7 +27,7 @@ from divergence.domains.scores.formats.reading import (
     table_of,
     text_of,
 )
-from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName
+from divergence.domains.scores.rows import Evaluation, SeriesName
 from divergence.errors import DumpError
 from divergence.facts import fact
 from divergence.recording.prompts import Prompt
@@ -36,16 +37,9 @@ from divergence.run.scores import lm_eval_requests
 _SAMPLES = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
 RESULTS = re.compile(r"results_(\d{4}-\d\d-\d\dT[\d.-]+)\.json")
 _SETTINGS = (
-    "num_fewshot",
-    "repeats",
-    "generation_kwargs",
-    "description",
-    "fewshot_config",
-    "doc_to_text",
-    "output_type",
-    "target_delimiter",
-    "fewshot_delimiter",
-)
+    "num_fewshot repeats generation_kwargs description fewshot_config doc_to_text output_type "
+    "target_delimiter fewshot_delimiter"
+).split()
 """Of a task's configuration: what makes it another question."""
 
 
@@ -147,19 +141,21 @@ def _task(
             judged = [(text, value) for text, value in asked_of if value is not None]
             judged = judged if len(judged) == len(asked_of) else None
         ways: dict[bool, tuple[tuple[float, ...] | None, str | None]] = {}
-        prompt, target = (
-            None if item.get(name) is None else text_of(item[name])
-            for name in ("prompt_hash", "target_hash")
+        row = reading.row(
+            document,
+            None,
+            number,
+            prompt=item.get("prompt_hash"),
+            target=item.get("target_hash"),
+            fields=item.get("doc"),
         )
-        cluster = reading.cluster_of(item.get("doc"))
         for metric in dict.fromkeys(map(text_of, item["metrics"])):
             if settings is None:
                 settings = settings_of(task, report, item)
             named = SeriesName(task, "" if filter_name == "none" else filter_name, metric)
-            rows = reading.rows_in(
-                named, file, settings, higher=bool(better[metric]) if metric in better else None
-            )
-            if rows is None:
+            higher = bool(better[metric]) if metric in better else None
+            series = reading.series(named, file, settings, higher=higher)
+            if series is None:
                 continue
             way = metric == "acc_norm"
             if way not in ways:  # what this metric ranks the choices by, and the answer by that
@@ -171,19 +167,7 @@ def _task(
                 ways[way] = choices, answer
             choices, answer = ways[way]
             score, why = number_of(item.get(metric))
-            rows.append(
-                ScoreRow(
-                    document=document,
-                    score=score,
-                    why=why,
-                    prompt=prompt,
-                    target=target,
-                    cluster=cluster,
-                    answer=answer,
-                    choices=choices,
-                    place=number,
-                )
-            )
+            series.rows.append(replace(row, score=score, why=why, answer=answer, choices=choices))
 
 
 def settings_of(task: str, report: Mapping[str, Any], item: Mapping[str, Any]) -> dict[str, str]:

@@ -21,18 +21,15 @@ from typing import Any
 from divergence.domains.scores.formats.reading import (
     ReadRequest,
     ResultFormat,
-    answer_of,
     chat_of,
     files_in,
-    hashed,
-    number_of,
     only_model,
     part_of,
     root_of,
     table_of,
     text_of,
 )
-from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName
+from divergence.domains.scores.rows import Evaluation, SeriesName
 from divergence.errors import DumpError
 from divergence.recording.prompts import Prompt
 from divergence.run.foreign import DumpFolder
@@ -84,49 +81,38 @@ def _task(folder: DumpFolder, name: str, result: dict[str, Any], reading: ReadRe
         for metric in _SCORES:
             if metric not in entry:
                 continue
-            rows = reading.rows_in(SeriesName(task, "", metric), file, {}, higher=True)
-            if rows is None:
+            series = reading.series(SeriesName(task, "", metric), file, {}, higher=True)
+            if series is None:
                 continue
             values = entry[metric] if isinstance(entry[metric], list) else [entry[metric]]
-            given = entry.get("prompt", prediction.get("origin_prompt"))
-            if isinstance(entry[metric], list) and isinstance(given, list) and "prompt" in entry:
-                given = given[0]  # one for each repeat, all of them equal
-            prompt = None if given is None else hashed(given)
+            prompt = entry.get("prompt", prediction.get("origin_prompt"))
+            if isinstance(entry[metric], list) and isinstance(prompt, list) and "prompt" in entry:
+                prompt = prompt[0]  # one for each repeat, all of them equal
             target = next((entry[name] for name in _TARGETS if name in entry), None)
-            target = target[0] if isinstance(target, list) and target else target
-            hashed_target = None if target is None else hashed(target)
             answers = next((entry[name] for name in _ANSWERS if name in entry), None)
             # an answer for each repeat, or one for all
-            whole = answer_of(answers)
             listed = answers if isinstance(answers, list) else []
             for repeat, value in enumerate(values):
-                score, why = number_of(value)
-                rows.append(
-                    ScoreRow(
-                        document=key,
-                        score=score,
-                        why=why,
-                        repeat=before + repeat,
-                        prompt=prompt,
-                        target=hashed_target,
-                        answer=answer_of(listed[repeat]) if repeat < len(listed) else whole,
-                        cluster=reading.cluster_of(entry),
-                        place=number + 1,
-                    )
+                row = reading.row(
+                    key,
+                    value,
+                    number + 1,
+                    repeat=before + repeat,
+                    prompt=prompt,
+                    target=target[0] if isinstance(target, list) and target else target,
+                    answer=listed[repeat] if repeat < len(listed) else answers,
+                    fields=entry,
                 )
+                series.rows.append(row)
             break
         else:
             reading.left_out["evaluations.documents_without_score"] += 1
 
 
 def _entries(details: list[Any] | dict[str, Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    items = (
-        [(str(n), detail) for n, detail in enumerate(details)]
-        if isinstance(details, list)
-        else list(details.items())
-    )
+    items = enumerate(details) if isinstance(details, list) else details.items()
     for key, detail in items:
-        if isinstance(detail, dict) and key.isdigit():
+        if isinstance(detail, dict) and str(key).isdigit():
             yield int(key), text_of(detail.get("example_abbr", key)), detail
 
 
@@ -182,17 +168,10 @@ def prompts(folder: DumpFolder, name: str, places: Collection[int]) -> Iterator[
         if isinstance(given, str) and given:
             yield place, Prompt(text=given)
         elif isinstance(given, list) and given:
-            yield (
-                place,
-                chat_of(
-                    (
-                        _ROLES.get(text_of(turn.get("role")), "user"),
-                        text_of(turn.get("prompt") or ""),
-                    )
-                    for turn in given
-                    if isinstance(turn, dict)
-                ),
-            )
+            turns = [turn for turn in given if isinstance(turn, dict)]
+            roles = (_ROLES.get(text_of(turn.get("role")), "user") for turn in turns)
+            texts = (text_of(turn.get("prompt") or "") for turn in turns)
+            yield place, chat_of(zip(roles, texts, strict=True))
 
 
 OPENCOMPASS = ResultFormat(words="opencompass", recognise=recognise, read=read, prompts=prompts)

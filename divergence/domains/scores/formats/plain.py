@@ -14,9 +14,6 @@ from typing import Any
 from divergence.domains.scores.formats.reading import (
     ReadRequest,
     ResultFormat,
-    answer_of,
-    hashed,
-    number_of,
     text_of,
 )
 from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName
@@ -67,31 +64,32 @@ def read(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> No
             default = "scores" if alone else PurePosixPath(name).stem
             metric = text_of(item.get("metric") or "score")
             named = SeriesName(text_of(item.get("task") or default), "", metric)
-            rows = reading.rows_in(named, folder.where(name), {}, where=where)
-            if rows is not None:
-                rows.append(_row(item, number, where, reading))
+            series = reading.series(named, folder.where(name), {}, where=where)
+            if series is not None:
+                series.rows.append(_row(item, number, where, reading))
 
 
 def _row(item: Mapping[str, Any], number: int, where: str, reading: ReadRequest) -> ScoreRow:
-    score, why = number_of(_number(item["score"]))
+    given = {name: value for name, value in item.items() if value != ""}  # a cell that is empty
     try:
         repeat = int(item.get("repeat") or 0)
         if repeat != float(item.get("repeat") or 0):
             raise ValueError("a fraction")
     except (OverflowError, TypeError, ValueError) as error:
         raise DumpError("the repeat is no number", where=where) from error
-    group = item.get("group") if reading.cluster is None else reading.cluster_of(item)
-    return ScoreRow(
-        document=text_of(item["id"]),
-        score=score,
-        why=why,
+    row = reading.row(
+        item["id"],
+        _number(item["score"]),
+        number,
         repeat=repeat,
-        place=number,
-        prompt=_hashed(item.get("prompt")),
-        target=_hashed(item.get("target")),
-        cluster=None if group in (None, "") else text_of(group),
-        answer=answer_of(item.get("answer")),
+        prompt=given.get("prompt"),
+        target=given.get("target"),
+        answer=item.get("answer"),
+        fields=given,
     )
+    if reading.cluster is None and given.get("group") is not None:
+        row.cluster = text_of(given["group"])
+    return row
 
 
 def _number(value: Any) -> Any:
@@ -104,10 +102,6 @@ def _number(value: Any) -> Any:
         return float(word) if word else None
     except ValueError:
         return value
-
-
-def _hashed(value: Any) -> str | None:
-    return None if value in (None, "") else hashed(value)
 
 
 def prompts(folder: DumpFolder, name: str, places: Collection[int]) -> Iterator[tuple[int, Prompt]]:

@@ -31,7 +31,6 @@ _HIGHER = frozenset(
 """Words of metrics that are known to be better where they are lower, and of those that are not."""
 _WORD = re.compile(r"[a-z0-9]+")
 
-
 _MAX_SERIES, _MAX_NAME = 20_000, 1000
 """Each takes a row of its own of every document."""
 _MOST = 1e100
@@ -49,7 +48,9 @@ class ResultFormat:
     read: Callable[[DumpFolder, ReadRequest, Evaluation], None]
     """Puts everything in it into the request's rows, and what it tells of itself into the
     evaluation. Raises DumpError."""
-    prompts: Callable[[DumpFolder, str, Collection[int]], Iterable[tuple[int, Prompt]]]
+    prompts: Callable[[DumpFolder, str, Collection[int]], Iterable[tuple[int, Prompt]]] = (
+        lambda *_: ()
+    )
     """What the model was given for the rows of a file at these places, as far as it says."""
     documents: str = ""
     """Of scores without documents: what would hold them."""
@@ -71,7 +72,7 @@ class ReadRequest:
     _series: dict[tuple[str, SeriesName], Series | None] = field(default_factory=dict)
     """By file and name; None for one that is not asked for."""
 
-    def rows_in(
+    def series(
         self,
         name: SeriesName,
         file: str,
@@ -79,17 +80,43 @@ class ReadRequest:
         *,
         higher: bool | None = None,
         where: str | None = None,
-    ) -> list[ScoreRow] | None:
-        """The rows of a score in a file, whose series is new with the first one; None if it is not
-        asked for. ``higher``: is higher better, where the format tells. Raises DumpError for more
-        scores than any evaluation has, or names that are none."""
+    ) -> Series | None:
+        """The series of a score in a file, new with the first row; None if it is not asked for.
+        ``higher``: is higher better, where the format tells. Raises DumpError for more scores than
+        any evaluation has, or names that are none."""
         key = file, name
         if key not in self._series:
             higher = is_higher_better(name.metric) if higher is None else higher
             wanted = self._wants(name, where or file)
             self._series[key] = Series(name, file, dict(settings), higher) if wanted else None
-        series = self._series[key]
-        return None if series is None else series.rows
+        return self._series[key]
+
+    def row(
+        self,
+        document: Any,
+        value: Any,
+        place: int,
+        *,
+        repeat: int = 0,
+        prompt: Any = None,
+        target: Any = None,
+        answer: Any = None,
+        fields: Any = None,
+    ) -> ScoreRow:
+        """One answer of what a file says of it, None where it does not. ``value``: what stands in
+        the place of the score; ``fields``: the document's, of which one names its cluster."""
+        score, why = number_of(value)
+        return ScoreRow(
+            document=text_of(document),
+            score=score,
+            why=why,
+            repeat=repeat,
+            place=place,
+            prompt=None if prompt is None else hashed(prompt),
+            target=None if target is None else hashed(target),
+            answer=None if answer is None else text_of(answer)[:200],
+            cluster=self.cluster_of(fields),
+        )
 
     def clear(self) -> None:
         """Forgets what was read, before the next side."""
@@ -197,11 +224,6 @@ def chat_of(turns: Iterable[tuple[str, str]]) -> Prompt:
 def table_of(value: Any) -> dict[str, Any]:
     """An object's fields; what is none has none."""
     return value if isinstance(value, dict) else {}
-
-
-def answer_of(value: Any) -> str | None:
-    """Return as much of an answer as tells answers apart."""
-    return None if value is None else text_of(value)[:200]
 
 
 def text_of(value: Any) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,18 +20,17 @@ from divergence.domains.scores.formats.lm_eval import RESULTS, settings_of
 from divergence.domains.scores.formats.reading import (
     ReadRequest,
     ResultFormat,
-    answer_of,
-    hashed,
     number_of,
     table_of,
     text_of,
 )
-from divergence.domains.scores.rows import Evaluation, ScoreRow, SeriesName, Total
+from divergence.domains.scores.rows import Evaluation, SeriesName, Total
 from divergence.errors import DumpError, UsageError
 from divergence.recording.prompts import Prompt
 from divergence.run.foreign import LINES, DumpFolder
 
-_NO_PROMPTS: tuple[tuple[int, Prompt], ...] = ()
+_FIRST = 50
+"""Files of a folder by which its format is known."""
 
 
 def _put(
@@ -50,21 +48,23 @@ def _put(
     score, _ = number_of(value)
     if score is None or isinstance(value, bool):
         return
-    if reading.rows_in(name, file, settings, higher=higher) is None:
-        return
-    standard_error = (
-        error if isinstance(error, int | float) and not isinstance(error, bool) else None
-    )
-    count = num if type(num) is int and num > 0 else None
-    series = next(entry for entry in reading.series_of(file) if entry.name == name)
-    series.total = Total(score, standard_error, count)
+    series = reading.series(name, file, settings, higher=higher)
+    if series is not None:
+        count = num if type(num) is int and num > 0 else None
+        series.total = Total(score, error if type(error) in (int, float) else None, count)
 
 
-def no_prompts(
-    folder: DumpFolder, name: str, places: Collection[int]
-) -> tuple[tuple[int, Prompt], ...]:
-    """None: nothing tells what was asked."""
-    return _NO_PROMPTS
+def _tables(
+    folder: DumpFolder, *keys: str, most: int | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, object) of each JSON file that has all of these keys."""
+    for name in folder.names[:most]:
+        try:
+            value = table_of(folder.json(name)) if name.endswith(".json") else {}
+        except DumpError:
+            continue
+        if value.keys() >= {*keys}:
+            yield name, value
 
 
 # lm-eval's results.
@@ -107,29 +107,12 @@ def _read_lm_eval(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluati
 # evalscope's reports.
 
 
-def _is_report(folder: DumpFolder) -> bool:
-    return any(_report(folder, name) for name in folder.names[:50])
-
-
-def _table_with(keys: set[str], folder: DumpFolder, name: str) -> dict[str, Any]:
-    """The object of a JSON file that has all of these keys; empty of any other file."""
-    if not name.endswith(".json"):
-        return {}
-    try:
-        value = table_of(folder.json(name))
-    except DumpError:
-        return {}
-    return value if keys <= value.keys() else {}
-
-
-_report = partial(_table_with, {"dataset_name", "model_name", "metrics"})
+_REPORT = ("dataset_name", "model_name", "metrics")
 
 
 def _read_report(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
-    for name in folder.names:
-        report, file = _report(folder, name), folder.where(name)
-        if not report:
-            continue
+    for name, report in _tables(folder, *_REPORT):
+        file = folder.where(name)
         evaluation.model = evaluation.model or report.get("model_name")
         for metric in map(table_of, report.get("metrics") or ()):
             for category in map(table_of, metric.get("categories") or ()):
@@ -144,10 +127,6 @@ def _read_report(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluatio
 # opencompass's summary.
 
 _HEAD = ["dataset", "version", "metric", "mode"]
-
-
-def _is_summary(folder: DumpFolder) -> bool:
-    return any(_summary(folder, name) for name in folder.names[:50])
 
 
 def _summary(folder: DumpFolder, name: str) -> list[list[str]]:
@@ -210,11 +189,7 @@ def _read_summary(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluati
 # every-eval-ever's records.
 
 
-def _is_record(folder: DumpFolder) -> bool:
-    return any(_record(folder, name) for name in folder.names[:50]) or _is_instances(folder)
-
-
-_record = partial(_table_with, {"evaluation_results", "model_info"})
+_RECORD = ("evaluation_results", "model_info")
 
 
 def _is_instances(folder: DumpFolder) -> bool:
@@ -224,17 +199,12 @@ def _is_instances(folder: DumpFolder) -> bool:
 
 
 def _read_records(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
-    for name in folder.names:
-        record = _record(folder, name)
-        if record:
-            library = table_of(record.get("eval_library"))
-            evaluation.model = evaluation.model or table_of(record.get("model_info")).get("name")
-            evaluation.tool = f"{library.get('name')} {library.get('version')}"
-    if _is_instances(folder):
-        _read_instances(folder, reading, evaluation)
-        return
-    for name in folder.names:
-        for result in map(table_of, _record(folder, name).get("evaluation_results") or ()):
+    instances = _is_instances(folder)
+    for name, record in _tables(folder, *_RECORD):
+        library = table_of(record.get("eval_library"))
+        evaluation.model = evaluation.model or table_of(record.get("model_info")).get("name")
+        evaluation.tool = f"{library.get('name')} {library.get('version')}"
+        for result in () if instances else map(table_of, record.get("evaluation_results") or ()):
             details, metric = (table_of(result.get(k)) for k in ("score_details", "metric_config"))
             doubt = table_of(details.get("uncertainty"))
             _put(
@@ -247,6 +217,8 @@ def _read_records(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluati
                 num=doubt.get("num_samples"),
                 higher=not metric.get("lower_is_better"),
             )
+    if instances:
+        _read_instances(folder, reading, evaluation)
 
 
 def _read_instances(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:
@@ -264,27 +236,23 @@ def _read_instances(folder: DumpFolder, reading: ReadRequest, evaluation: Evalua
                     hint="it needs evaluation.score; write it by its converter",
                 )
             task = text_of(item.get("evaluation_name"))
-            rows = reading.rows_in(SeriesName(task, "", "score"), folder.where(name), {})
-            if rows is None:
+            series = reading.series(SeriesName(task, "", "score"), folder.where(name), {})
+            if series is None:
                 continue
             asked, output = table_of(item.get("input")), table_of(item.get("output"))
             document = text_of(item.get("sample_hash") or item.get("sample_id"))
             repeat = seen[document] = seen.get(document, -1) + 1
-            score, why = number_of(scored["score"])
-            given = asked.get("formatted") or asked.get("raw")
-            rows.append(
-                ScoreRow(
-                    document=document,
-                    score=score,
-                    why=why,
-                    repeat=repeat,
-                    place=number,
-                    prompt=None if given is None else hashed(given),
-                    target=hashed(asked["reference"]) if "reference" in asked else None,
-                    answer=answer_of(output.get("raw")),
-                    cluster=reading.cluster_of(item.get("metadata")),
-                )
+            row = reading.row(
+                document,
+                scored["score"],
+                number,
+                repeat=repeat,
+                prompt=asked.get("formatted") or asked.get("raw"),
+                target=asked.get("reference"),
+                answer=output.get("raw"),
+                fields=item.get("metadata"),
             )
+            series.rows.append(row)
             evaluation.model = evaluation.model or text_of(item.get("model_id"))
 
 
@@ -298,34 +266,27 @@ def _prompts(
             yield number, Prompt(text=text_of(given))
 
 
-def _has_results(folder: DumpFolder) -> bool:
-    return bool(_lm_eval_names(folder))
-
-
 LM_EVAL_RESULTS = ResultFormat(
     words="lm-evaluation-harness's results",
-    recognise=_has_results,
+    recognise=lambda folder: bool(_lm_eval_names(folder)),
     read=_read_lm_eval,
-    prompts=no_prompts,
     documents="lm_eval --log_samples",
 )
 EVALSCOPE_REPORT = ResultFormat(
     words="an evalscope report",
-    recognise=_is_report,
+    recognise=lambda folder: any(_tables(folder, *_REPORT, most=_FIRST)),
     read=_read_report,
-    prompts=no_prompts,
     documents="the folder that holds reviews/",
 )
 OPENCOMPASS_SUMMARY = ResultFormat(
     words="opencompass's summary",
-    recognise=_is_summary,
+    recognise=lambda folder: any(_summary(folder, name) for name in folder.names[:_FIRST]),
     read=_read_summary,
-    prompts=no_prompts,
     documents="opencompass --dump-eval-details",
 )
 EVERY_EVAL = ResultFormat(
     words="every-eval-ever",
-    recognise=_is_record,
+    recognise=lambda folder: any(_tables(folder, *_RECORD, most=_FIRST)) or _is_instances(folder),
     read=_read_records,
     prompts=_prompts,
     documents="its JSON lines of single documents",

@@ -34,7 +34,6 @@ from divergence.comparison.result import (
     Finding,
     PreflightLine,
     Report,
-    SiteResult,
     Verdict,
     summary_of,
 )
@@ -115,12 +114,6 @@ class CheckedPair:
             if manifest.engine is None and not manifest.model.digest
         ]
 
-    def sites(self, *, decode: bool) -> list[SiteResult]:
-        """Return what was compared of the prefill, or of the decode steps."""
-        if self.report is None:
-            return []
-        return [site for site in self.report.sites if (site.step > 0) == decode]
-
     @property
     def convicting(self) -> list[Finding]:
         """Return what the analyses claim that can be a verdict, or a part of one."""
@@ -157,11 +150,6 @@ def in_both(reference: Any, candidate: Any, *, apart: bool = False) -> Fact:
     if reference == candidate:
         return fact("checklist.both", what=reference)
     return fact("checklist.each", reference=reference, candidate=candidate, apart=apart)
-
-
-def not_recorded(sides: Sequence[str], what: str) -> Fact:
-    """``A and B: settings are not recorded``"""
-    return fact("checklist.not_recorded", sides=sides, what=what)
 
 
 def differs(line: PreflightLine) -> Fact:
@@ -203,10 +191,11 @@ _OTHER_RUNGS = (_SAMPLED, "replicas_disagree")
 
 def phase(pair: CheckedPair, *, decode: bool) -> Said:
     """The first forward of each prompt, or those of one token each."""
-    sites, verdict = pair.sites(decode=decode), pair.verdict
     if pair.why_unjudged is not None:
         return "unknown", pair.why_unjudged, False
-    assert verdict is not None
+    assert pair.report is not None
+    verdict = pair.report.verdict
+    sites = [site for site in pair.report.sites if (site.step > 0) == decode]
     if pair.diverged:
         facts = _told_by_ranks(pair)
         made = [
@@ -252,9 +241,8 @@ def phase(pair: CheckedPair, *, decode: bool) -> Said:
         most = max(judged, key=lambda site: site.limit_usage or 0.0)
         if (most.limit_usage or 0.0) <= 1:
             site, usage = most.site, 100 * (most.limit_usage or 0.0)
-    return _said(
-        "pass", "within", total=len(sites), num_equal=num_equal, free=free, site=site, usage=usage
-    )
+    figures = {"total": len(sites), "num_equal": num_equal, "site": site, "usage": usage}
+    return _said("pass", "within", **figures, free=free)
 
 
 def _said(state: PointState, code: str, **values: Any) -> Said:
@@ -275,35 +263,22 @@ def sampling(pair: CheckedPair) -> Said:
             return _said("unknown", "no_common_token")
         return _said("pass", "chooses_none")
     flips = tokens.differences
+    made = {"forced": tokens.forced, "num_tokens": tokens.num_tokens}
     if not flips:
-        return _said(
-            "pass",
-            "choices_equal",
-            forced=tokens.forced,
-            num_equal=tokens.num_equal,
-            num_tokens=tokens.num_tokens,
-            num_missing=tokens.num_missing,
-        )
+        equal = {"num_equal": tokens.num_equal, "num_missing": tokens.num_missing}
+        return _said("pass", "choices_equal", **made, **equal)
     first = flips[0]
     kept = not any(None in (flip.margin, flip.candidate_margin) for flip in flips)
-    return _said(
-        "pass" if kept else "unknown",
-        "choices_differ",
-        forced=tokens.forced,
-        num=len(flips),
-        num_tokens=tokens.num_tokens,
-        sample=first.sample,
-        step=first.step,
-        kept=kept,
-        judgement=first.judgement,
-    )
+    place = {"sample": first.sample, "step": first.step, "judgement": first.judgement}
+    state: PointState = "pass" if kept else "unknown"
+    return _said(state, "choices_differ", num=len(flips), kept=kept, **made, **place)
 
 
 def ranks(pair: CheckedPair) -> Said:
     """Do the processes of a run agree on what several of them hold?"""
     processes = both(pair, lambda manifest: manifest.processes)
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "processes")], False
+        return _said("unknown", "not_recorded", sides=pair.untold, what="processes")
     if all(manifest.mesh is None for manifest in pair.manifests):
         return _said("pass", "processes", processes=processes, copies=None)
     if pair.why_unjudged is not None:
@@ -354,35 +329,21 @@ _UNREAD = "offloaded"
 def weights(pair: CheckedPair) -> tuple[PointState, list[Fact]]:
     """Are the values the same, as far as both runs tell?"""
     line, state = pair.lines["weights"], pair.state_of("weights")
-    lacking = [
-        name
-        for name, manifest in zip("AB", pair.manifests, strict=True)
-        if not manifest.model.digests
-    ]
-    digests = [manifest.model.digest for manifest in pair.manifests]
+    models = [manifest.model for manifest in pair.manifests]
+    lacking = [name for name, model in zip("AB", models, strict=True) if not model.digests]
+    digests = [model.digest for model in models]
     if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
         if line.details and not lacking:
             return "unknown", line.details
         return "unknown", [fact("checklist.digests_not_recorded", sides=lacking or None)]
-    blocking = [
-        preflight_line
-        for preflight_line in pair.lines.values()
-        if preflight_line.status == "blocking" and preflight_line.check in ("weights", "blocks")
-    ]
+    blocking: list[Fact] = []
+    for check in ("weights", "blocks"):
+        if check in pair.lines and pair.lines[check].status == "blocking":
+            blocking += pair.lines[check].details or [fact("checklist.other_check", check=check)]
     if blocking:
-        return "fail", in_one(
-            [
-                item
-                for blocker in blocking
-                for item in blocker.details or [fact("checklist.other_check", check=blocker.check)]
-            ]
-        )
-    unread = {
-        name
-        for manifest in pair.manifests
-        for name, digest in manifest.model.digests.items()
-        if digest == _UNREAD
-    }
+        return "fail", in_one(blocking)
+    values = [item for model in models for item in model.digests.items()]
+    unread = {name for name, digest in values if digest == _UNREAD}
     if unread:
         return "unknown", [fact("checklist.offloaded", num=len(unread))]
     if state == "fail":
@@ -434,16 +395,12 @@ def code(pair: CheckedPair) -> Said:
         return "pass", [same], False
     text = fact("checklist.first_parts", parts=texts)
     verdict = pair.verdict
-    if verdict is not None and verdict.kind in ("identical", "within_floor"):
-        if not (lines or differences):
-            return "unknown", [text], False
-        effect = fact("checklist.effect", what=text, identical=verdict.kind == "identical")
-        return "pass", [effect], False
     if not lines and not differences:
         return "unknown", [text], False
+    if verdict is not None and verdict.kind in ("identical", "within_floor"):
+        return _said("pass", "effect", what=text, identical=verdict.kind == "identical")
     if not pair.diverged:  # compare abstains: whether it makes a difference is not known
-        why = fact("checklist.unjudged_code", what=text, why=pair.why_unjudged)
-        return "unknown", [why], False
+        return _said("unknown", "unjudged_code", what=text, why=pair.why_unjudged)
     assert verdict is not None
     guilty = [difference for difference in differences if _explains(difference, verdict, pair)]
     if guilty:
@@ -516,7 +473,7 @@ def _greedy(pair: CheckedPair) -> Said:
     if sampled:
         return "fail", choices_off(sampled[0]), False
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "tokens")], False
+        return _said("unknown", "not_recorded", sides=pair.untold, what="tokens")
 
     def say(manifest: Manifest) -> Fact:
         chooses = any(sample.chosen_ids for sample in manifest.tokens.samples)
@@ -528,7 +485,7 @@ def _greedy(pair: CheckedPair) -> Said:
 
 def _seed(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "seed")], False
+        return _said("unknown", "not_recorded", sides=pair.untold, what="seed")
     seeds = both(pair, lambda side: side.settings.seed)
     seed_a, seed_b = (manifest.settings.seed for manifest in pair.manifests)
     return _said("pass", "seeds", seeds=seeds, same=seed_a == seed_b)
@@ -536,7 +493,7 @@ def _seed(pair: CheckedPair) -> Said:
 
 def _engine(pair: CheckedPair) -> Said:
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "prefixes")], False
+        return _said("unknown", "not_recorded", sides=pair.untold, what="prefixes")
     a, b = map(_shortcuts, pair.manifests)
     return worst(a[0], b[0]), [in_both(a[1], b[1])], False
 
@@ -569,7 +526,7 @@ _NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
 def _deterministic(pair: CheckedPair) -> Said:
     """Asked for, granted, and as far as it was tried, kept."""
     if pair.untold:
-        return "unknown", [not_recorded(pair.untold, "settings")], False
+        return _said("unknown", "not_recorded", sides=pair.untold, what="settings")
     a, b = pair.manifests
     (state, trouble), (other_state, other_trouble) = _trouble(a), _trouble(b)
     text = in_both(trouble, other_trouble, apart=True)
@@ -662,43 +619,21 @@ def _logprob_diff(pair: CheckedPair) -> Said:
     if not changes:
         return _said("unknown", "logits_unmeasured", num=len(rows))
     tokens = pair.report.tokens
-    if tokens is not None and not tokens.num_tokens:
-        tokens = None
+    nums: dict[str, int | None] = {"num_equal": None, "num_tokens": None}
+    if tokens is not None and tokens.num_tokens:
+        nums = {"num_equal": tokens.num_equal, "num_tokens": tokens.num_tokens}
     met = not pair.diverged or (pair.sampled and not pair.claims("drift"))
-    return _said(
-        "pass" if met else "fail",
-        "logprob_changes",
-        nats=max(changes),
-        num_equal=tokens and tokens.num_equal,
-        num_tokens=tokens and tokens.num_tokens,
-        verdict=None if met or pair.verdict is None else HEADLINES[pair.verdict.kind],
-    )
+    verdict = None if met else HEADLINES[pair.report.verdict.kind]
+    state: PointState = "pass" if met else "fail"
+    return _said(state, "logprob_changes", nats=max(changes), **nums, verdict=verdict)
 
 
-_TOLD = frozenset(
-    {
-        "code",
-        "weights",
-        "blocks",
-        "model class",
-        "config",
-        "quantization",
-        "prompt ids",
-        "tokenizer",
-        "chat template",
-        "generated ids",
-        "dtype",
-        "attention",
-        "determinism",
-        "repeatability",
-        "engine",
-        CPU_OPERATORS,
-        "substituted operators",
-        "ranks",
-        "planted faults",
-        "completeness",
-    }
-)
+_TOLD = {
+    *_LINES,
+    *("code", "weights", "blocks", "quantization", "dtype"),
+    *("prompt ids", "tokenizer", "chat template", "generated ids"),
+    *("determinism", "repeatability", "ranks", "planted faults", "completeness"),
+}
 """Lines of preflight that a point, a rung or a note of its own tells of."""
 
 
@@ -720,14 +655,11 @@ def doctor(
     """
     a, b = opened(reference), opened(candidate)
     for run in (a, b):
-        if run.manifest.model.task == "operators":
+        operators = run.manifest.model.task == "operators"
+        if operators or run.manifest.scores_alone:
             raise UsageError(
-                f"doctor is for runs of models, and {run.path} is one of operators alone",
-                hint=command_line("compare", a.path, b.path),
-            )
-        if run.manifest.scores_alone:
-            raise UsageError(
-                f"doctor is for runs of models, and {run.path} holds log-probabilities alone",
+                f"doctor is for runs of models, and {run.path} "
+                f"{'is one of operators' if operators else 'holds log-probabilities'} alone",
                 hint=command_line("compare", a.path, b.path),
             )
     report, reason = None, ""
@@ -737,9 +669,8 @@ def doctor(
     except IncomparableError as error:
         names = None if name_map is None else load_name_map(name_map)
         lines, reason = preflight(a, b, names=names), error.message
-    pair = CheckedPair(
-        a=a, b=b, lines={line.check: line for line in lines}, report=report, reason=reason
-    )
+    by_check = {line.check: line for line in lines}
+    pair = CheckedPair(a=a, b=b, lines=by_check, report=report, reason=reason)
     rungs, stop = ladder_of(pair)
     checkup = worded(
         Checkup(
@@ -804,16 +735,8 @@ def ladder_of(pair: CheckedPair) -> tuple[list[Rung], RungName | None]:
             rungs.append(Rung(name=name, title=title, state="not_reached", facts=facts))
             continue
         state, evidence, explains = ask(pair)
-        rungs.append(
-            Rung(
-                name=name,
-                title=title,
-                state=state,
-                explains=explains,
-                facts=list(evidence),
-                next=_next(name, pair) if state == "fail" else None,
-            )
-        )
+        rung = Rung(name=name, title=title, state=state, explains=explains, facts=list(evidence))
+        rungs.append(replace(rung, next=_next(name, pair)) if state == "fail" else rung)
         stop = name if explains else None
     return rungs, stop
 

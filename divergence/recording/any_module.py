@@ -102,7 +102,8 @@ class Recording:
         and ``structure``, whose modules are recorded."""
         self._module, self._structure = module, structure
         self._recorders, self._manifest, self._like = recorders, manifest, like
-        self._sink, self._raised = sink, False
+        self._sink = sink
+        self._failed: tuple[Any, ...] | None = None  # what a step was given that raised
         self._names, self._past = argument_names(structure), Past(structure)
         self._weights = WeightsWatch(structure, manifest.model.digests)
         self._lock, self._guard = threading.RLock(), _OneThread()
@@ -133,13 +134,16 @@ class Recording:
         if not self.is_open:
             raise UsageError("the run is complete: its `with` block has ended")
         tokens = self._manifest.tokens
-        if self._raised and self._sink.is_whole:  # and the caller goes on: it is made again
+        if (
+            self._failed is not None
+            and self._sink.is_whole
+            and self._failed == self._told(args, kwargs)
+        ):  # it is made again
             tokens.samples.pop()
             tokens.groups.pop()
             self._sink.drop()
-        self._sink.hand_on()
-        number, self._raised = self.num_steps, False
-        sample = SampleTokens(prompt_ids=[])
+            self._failed = None
+        number, sample = self.num_steps, SampleTokens(prompt_ids=[])
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
         if not all([_noted(name, value, sample) for name, value in given.items()]):
             sample = SampleTokens(prompt_ids=[])
@@ -148,7 +152,25 @@ class Recording:
         sample.weights = self._weights.changed()
         tokens.samples.append(sample)
         tokens.groups.append([number])
-        self._raised = True
+        self._sink.hand_on()  # of a step that raised, and was not made again
+        self._failed = None
+        try:
+            result = self._passes(number, args, kwargs)
+        except BaseException:
+            with contextlib.suppress(Exception):  # a device that failed may not be read
+                self._failed = self._told(args, kwargs)
+            raise
+        self._sink.hand_on()  # a process that is killed later leaves the step
+        return result
+
+    def _told(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What tells one call's tensors and plain values from another's."""
+        given = (*args, *kwargs.values())
+        leaves = input_leaves(args, kwargs, self._names)
+        digests = [(port, digest_tensor(tensor)) for port, tensor in leaves]
+        return digests, [value for value in given if isinstance(value, int | float | str)]
+
+    def _passes(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = self._module.training and torch.is_grad_enabled()
         free, *again = self._recorders
         twins = self._past.twins((args, kwargs)) if again else ()
@@ -168,8 +190,6 @@ class Recording:
                     self._forward(recorder, number, *twins)
             finally:
                 _AGAIN.reset(before)
-        self._raised = False
-        self._sink.hand_on()  # a process that is killed later leaves the step
         return result
 
     def _forward(

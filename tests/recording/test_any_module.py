@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
@@ -126,6 +127,31 @@ def test_a_step_that_raised_and_is_made_again_is_one_step(tmp_path):
                     recording.step(x + 1)
             recording.step(x)
     assert compare(a, tmp_path / "b").verdict.kind == "identical"
+
+
+def test_a_step_that_raised_and_is_not_made_again_stays(tmp_path):
+    """Who skips an input that fails has it in the run, as far as it came."""
+
+    class Raising(Tower):
+        def forward(self, x):
+            y = super().forward(x)
+            if x.isnan().any():
+                raise ValueError
+            return y
+
+    inputs = [torch.randn(1, 12, 32) for _ in range(3)]
+    inputs[1][0, 3] = torch.nan
+    with record(Tower(), out=tmp_path / "a") as recording:
+        for x in inputs:
+            recording.step(x)
+    for like in (None, tmp_path / "a"):
+        with record(Raising(), out=tmp_path / "b", like=like, force=True) as recording:
+            for x in inputs:
+                with contextlib.suppress(ValueError):
+                    recording.step(x)
+        report = compare(tmp_path / "a", tmp_path / "b")
+        assert report.verdict.kind != "incomparable"
+        assert {site.sample for site in report.sites} == {0, 1, 2}
 
 
 def test_lists_and_dicts_of_tensors_are_given_again(tmp_path):

@@ -58,9 +58,10 @@ class DumpedForward:
     tensors: list[Dumped]
     number: int
     """Of the forward: in the dump, or among those of ``sample``."""
+    numbered: bool = False
+    """Is ``number`` its step, and may others be missing? Else they count from 0, without a gap."""
     trains: bool = False
-    """Is it one of a training, some of whose iterations were seen, each with an input of its own?
-    Else forwards are numbered from 0, without a gap."""
+    """Is it one of a training, each with an input of its own?"""
     sample: int | None = None
     """Where the dump says it; else each forward of more than one token begins a new prompt."""
 

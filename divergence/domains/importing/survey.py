@@ -171,7 +171,7 @@ def _place(
     elif (_num_tokens(forward) or 0) > 1:
         prompt = None
     wanted = index if forward.sample is None else 0 if prompt is None else len(prompt.forwards)
-    if not forward.trains and forward.number != wanted:
+    if not forward.numbered and forward.number != wanted:
         raise DumpError(
             f"step {wanted} is missing: in its place comes {forward.number}",
             where=forward.where,
@@ -198,7 +198,7 @@ def _place(
                 hint="send one request at a time while dumping",
             )
         prompt.fed.append([row[0] for row in rows])
-    prompt.forwards[index] = forward.number if forward.trains else len(prompt.forwards)
+    prompt.forwards[index] = forward.number if forward.numbered else len(prompt.forwards)
 
 
 def _number(surveyed: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:

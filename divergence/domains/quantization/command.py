@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show_document
+from divergence.cli.answers import progress_bars, show, show_document
 from divergence.errors import UsageError
 from divergence.options.commands import COPY, DEVICE, FORCE, TRUST, Output
 from divergence.options.option import Options, option
@@ -103,4 +103,6 @@ def quantize(
     document = quantization_document(result)
     show_document(document, output, json=partial(result.to_json, indent=2))
     if policy is not None:  # last: what was found is not lost where it cannot be written
-        write_forms(result, policy)
+        names = write_forms(result, policy)
+        if not (output.json or output.quiet):
+            show(f"wrote       {policy}: {', '.join(names)}")

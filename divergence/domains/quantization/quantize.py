@@ -585,10 +585,12 @@ spec:
 {exclude}"""
 
 
-def write_forms(result: Quantization, folder: Path) -> None:
-    """Write ``forms`` of what is kept. Raises RunWriteError."""
-    for name, text in forms(result.kept, result.scheme_as_run).items():
+def write_forms(result: Quantization, folder: Path) -> list[str]:
+    """Write ``forms`` of what is kept; returns their names. Raises RunWriteError."""
+    written = forms(result.kept, result.scheme_as_run)
+    for name, text in written.items():
         write_output(text, folder / name, what="policy", error=RunWriteError, make_folder=True)
+    return list(written)
 
 
 def _slim_lines(what: str, scope: str, quantizer: Quantizer) -> str:

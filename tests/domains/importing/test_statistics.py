@@ -220,6 +220,21 @@ def test_iterations_of_a_training_are_aligned_by_their_numbers(captured, tmp_pat
     assert (onset.site, onset.step) == ("layers.1.mlp:out", 15)
 
 
+def test_rounds_of_atb_are_aligned_by_their_numbers(tmp_path):
+    """One dump begins later: its first round is no prefill, and what both have is compared."""
+    runs = []
+    for name, rounds in (("a", range(4)), ("b", range(2, 6))):
+        for number in rounds:
+            place = tmp_path / name / "data" / "0_7" / str(number)
+            place.mkdir(parents=True)
+            row = f"0_7,{number},mlp,X,0,output,0,float,nd,2x3,{number}.5,0.25,0.5,{number}.5,N/A\n"
+            (place / "statistic.csv").write_text(ATB + row)
+        runs.append(import_dump(tmp_path / name, out=tmp_path / f"{name}-run"))
+    report = compare(*runs)
+    assert {site.step for site in report.sites} == {2, 3}
+    assert report.verdict.headline[0].code == "blocks.statistics_show_nothing"
+
+
 @pytest.mark.parametrize("name", ["sglang", "msprobe_csv"])
 def test_a_distance_shows_what_statistics_do_not(name, captured, tmp_path):
     """Tokens change places: norms, means and extremes stay, and both tools passed it. What rounding

@@ -120,10 +120,14 @@ def test_a_policy_holds_when_it_is_run(plain, each, tmp_path, invoke):
 
 
 @pytest.mark.slow
-def test_a_target_that_holds_anyway_keeps_nothing(plain, invoke):
-    """And the headline says so."""
-    text = invoke("quantize", plain.path, "--scheme", "w8a16", "--target", 10.0)[1]
+def test_a_target_that_holds_anyway_keeps_nothing(plain, invoke, tmp_path):
+    """And the headline says so, and what was written the last line."""
+    lists = tmp_path / "lists"
+    asked = ("--scheme", "w8a16", "--target", 10.0, "--policy", lists)
+    text = invoke("quantize", plain.path, *asked)[1]
     assert "nothing kept" in text and "to keep" not in text
+    names = [file.name for file in sorted(lists.iterdir())]
+    assert text.endswith(f"wrote       {lists}: {', '.join(names)}\n") and len(names) == 3
 
 
 def test_static_scales_say_how_few_tokens_made_them(plain, invoke):

@@ -182,10 +182,11 @@ def _forwards(
     rows: Iterable[tuple[Any, str, Dumped | None]],
     notes: Notes,
     *,
+    numbered: bool = False,
     trains: bool = False,
 ) -> Iterator[DumpedForward]:
-    """Yield the forwards of rows (forward, where, tensor), in order whatever they are called; those
-    of a training by their numbers."""
+    """Yield the forwards of rows (forward, where, tensor), in order whatever they are called, or
+    ``numbered`` by that."""
     notes.say(_ONE_SIDED)
     forwards: dict[Any, list[Dumped]] = {}
     places: dict[Any, str] = {}
@@ -205,8 +206,13 @@ def _forwards(
     rest = iter(with_digits([kept for key in sorted(forwards) for kept in forwards[key]]))
     for index, key in enumerate(sorted(forwards)):
         tensors = list(itertools.islice(rest, len(forwards[key])))
-        number = key if trains else index
-        yield DumpedForward(where=places[key], tensors=tensors, number=number, trains=trains)
+        yield DumpedForward(
+            where=places[key],
+            tensors=tensors,
+            number=key if numbered else index,
+            numbered=numbered,
+            trains=trains,
+        )
 
 
 def _table(folder: DumpFolder, name: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -279,7 +285,8 @@ def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator
             place = *ids, -1 if side == "in" else math.inf
             lines.append((place, int(row["Execution Count"]), where, kept))
     lines.sort(key=lambda line: line[0])
-    yield from _forwards(folder, ((n, where, kept) for _, n, where, kept in lines), notes)
+    rows = ((number, where, kept) for _, number, where, kept in lines)
+    yield from _forwards(folder, rows, notes, numbered=True)
 
 
 # torchtitan's log, and DebugMode's.
@@ -371,7 +378,7 @@ def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
             kept = kept_of(module_site(path, port), None, "bfloat16", rank=rank, **figures)
             yield iteration, folder.where(files[rank]), kept
 
-    yield from _forwards(folder, rows(), notes, trains=True)
+    yield from _forwards(folder, rows(), notes, numbered=True, trains=True)
 
 
 # What msprobe or SGLang wrote of two dumps.

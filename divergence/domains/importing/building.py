@@ -11,20 +11,11 @@ from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes
 from divergence.domains.importing.survey import Survey
 from divergence.errors import DumpError
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import (
-    UNKNOWN,
-    Manifest,
-    ModuleNote,
-    ModuleRole,
-    Plan,
-)
+from divergence.run.manifest import UNKNOWN, Manifest, ModuleNote, ModuleRole, Plan
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.scores import foreign_manifest
-from divergence.run.site import (
-    module_of,
-    natural_key,
-)
+from divergence.run.site import module_of, natural_key
 from divergence.run.writer import RunWriter
 
 # What a dump does not show is left unknown, and preflight says so: weights, configuration, code,

@@ -13,10 +13,7 @@ import torch
 from divergence.errors import DumpError
 from divergence.numerics.summary import Summary
 from divergence.run.record import Apart
-from divergence.run.site import (
-    escape_path,
-    join_site,
-)
+from divergence.run.site import escape_path, join_site
 
 _MAX_NAME = 1_000
 
@@ -105,11 +102,11 @@ def first_missing(numbers: Container[int]) -> int:
     return next(number for number in itertools.count() if number not in numbers)
 
 
-def check_ranks(steps: Mapping[int, Iterable[int]], where: str) -> None:
-    """Every step is to have the same ranks, from 0 on. Raises DumpError."""
+def check_ranks(steps: Mapping[int, Iterable[int]], where: str, num: int = 0) -> None:
+    """Every step is to have the same ranks, from 0 on, and ``num`` at least. Raises DumpError."""
     hint = "copy the files of all ranks together"
     ranks = {rank for there in steps.values() for rank in there}
-    if (missing := first_missing(ranks)) < max(ranks):
+    if (missing := first_missing(ranks)) < max(num, *ranks):
         raise DumpError(f"rank {missing} is missing", where=where, hint=hint)
     for step, there in steps.items():
         if lacking := ranks.difference(there):

@@ -103,12 +103,7 @@ def import_dump(
             rules = None if map is None else load_rules(map)
             surveyed = survey(form.read(folder, rules, notes), run, notes)
             manifest = manifest_of(
-                surveyed,
-                name=form.words,
-                dtype=form.dtype,
-                like=run,
-                label=label,
-                command=command,
+                surveyed, name=form.words, dtype=form.dtype, like=run, label=label, command=command
             )
             if form.dtype is not None:
                 notes.say(f"what the model computed in is not told: {form.dtype} is taken")

@@ -13,10 +13,7 @@ import msgspec
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, UsageError
 from divergence.run.record import expanded
-from divergence.run.site import (
-    near_names,
-    split_site,
-)
+from divergence.run.site import near_names, split_site
 
 # ``{layer}``, ``{step}``, ``{sample}`` and ``{rank}`` in a pattern are numbers, any other group is
 # text without a slash, ``*`` is anything. ``step``, ``sample`` and ``rank`` place the tensor

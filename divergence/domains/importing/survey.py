@@ -15,14 +15,9 @@ from divergence.domains.importing.dumped import DumpedForward, Notes
 from divergence.errors import DumpError, UsageError
 from divergence.numerics.formats import format_of
 from divergence.run.contents import site_names
-from divergence.run.manifest import (
-    SampleTokens,
-    Tokens,
-)
+from divergence.run.manifest import SampleTokens, Tokens
 from divergence.run.reader import Run
-from divergence.run.site import (
-    near_names,
-)
+from divergence.run.site import near_names
 
 # Nothing is written before all of it was opened: a dump that is half written, lacks ranks or steps,
 # or shares no name with the run that it is to be like leaves no run behind.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,10 @@ def compare_tokens(
             shown = [(name, what, _excerpt(rendered[0], at)) for name, what, at in causes]
             shown += [] if causes else _masks(sides, prompt)
             text = "\n".join(message.content for message in prompt.conversation)
-            cut = [("truncation", what, _excerpt(text, 0)) for what in _cut(sides, ids)]
-            yield Row(ids, [*shown, *cut], equal=not shown, text=text)
+            later = [("truncation", what, _excerpt(text, 0)) for what in _cut(sides, ids)]
+            if chat or prompt.messages is not None:
+                later += [("twice", w, _excerpt(rendered[0], 0)) for w in _twice(sides, rendered)]
+            yield Row(ids, [*shown, *later], equal=not shown, text=text)
 
     return report_on(
         [
@@ -206,6 +209,8 @@ def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tupl
         if normal[0] != normal[1]:
             at = first_apart(*normal)
             shown = [_quoted(each[max(0, at - 5) :]) for each in normal]
+            if len({unicodedata.normalize("NFC", each) for each in shown}) == 1:  # they look alike
+                shown = [ascii(each)[1:-1] for each in shown]
             item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
             return "normaliser", item, at + begin
         pieces = [_pieces(backend, normal[0]) for backend in backends]
@@ -270,6 +275,17 @@ def _cut(sides: Sequence[Any], ids: Sequence[list[int]]) -> list[Fact]:
         return []
     values: dict[str, Any] = {"cut": cut[0], "candidate_cut": cut[1]}
     return [fact("tokenizers.truncation", reference=kept[0], candidate=kept[1], **values)]
+
+
+def _twice(sides: Sequence[Any], rendered: Sequence[str]) -> list[Fact]:
+    """Of which side alone a template and the tokenizer both begin a text that is rendered first."""
+    starts = [side(text)["input_ids"][:2] for side, text in zip(sides, rendered, strict=True)]
+    twice = [start == 2 * [own.bos_token_id] for start, own in zip(starts, sides, strict=True)]
+    if twice[0] == twice[1]:
+        return []
+    number = twice.index(True)
+    token = sides[number].bos_token
+    return [fact("tokenizers.twice_rendered", side=SIDES[number], token=token)]
 
 
 def _excerpt(text: str, place: int) -> str:

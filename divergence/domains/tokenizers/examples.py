@@ -87,9 +87,11 @@ def report_on(
     for name, (numbers, of_cause, what, shown) in by_name.items():
         num = len(numbers)
         reasons = [what]
-        kind = min(of_cause, key=lambda kind: (num - of_cause[kind], kinds[kind]), default="")
-        if 1 < num == of_cause[kind] and kinds[kind] <= min(2 * num, num_texts - 1):
-            reasons.append(fact("tokenizers.kind", kind=kind, num=num, of=kinds[kind]))
+        holding = [kind for kind in _KINDS if of_cause[kind] == num > 1]
+        least = min((kinds[kind] for kind in holding), default=num_texts)
+        if least <= min(2 * num, num_texts - 1) and name != "truncation":
+            kind = " or ".join(kind for kind in holding if kinds[kind] == least)
+            reasons.append(fact("tokenizers.kind", kind=kind, num=num, of=least))
         causes.append(
             TokensCause(name=name, num_texts=num, first=numbers[0], shown=shown, facts=reasons)
         )
@@ -142,10 +144,7 @@ def compare_examples(reference: Path, candidate: Path, progress: Progress) -> To
 
 
 def compare_masks(
-    ids: list[int],
-    a: list[int] | None,
-    b: list[int] | None,
-    named: Callable[[int], str],
+    ids: list[int], a: list[int] | None, b: list[int] | None, named: Callable[[int], str]
 ) -> list[tuple[str, Fact, int]]:
     """How two masks of labels of the same tokens differ: (name, what it is, from which token on).
     ``named``: what to call a token."""

@@ -29,7 +29,8 @@ class TokensCause(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
     name: str
     """The first thing that makes another of a text: ``template``, ``normaliser``, ``split``,
-    ``merges``, ``added`` or ``ids``; or what stands around it: ``start``, ``end``. Of examples
+    ``merges``, ``added`` or ``ids``; or what stands around it: ``start``, ``end``; of equal tokens
+    ``truncation``, and ``twice`` of a chat that is rendered first and then tokenised. Of examples
     ``start``, ``end``, ``cut`` (truncation), ``tokens``, ``padding``, or labels that one side alone
     has: ``labels before``, ``labels within``, ``labels behind`` the other's, else ``labels``."""
     num_texts: int

@@ -15,6 +15,10 @@ SENTENCES = {
         "{candidate:none=none|*={candidate:list  }} on B"
     ),
     "twice": "{side:letter} begins with {token} twice",
+    "twice_rendered": (
+        "{side:letter} begins with {token} twice where it is rendered first and then tokenised "
+        "like any text (add_special_tokens)"
+    ),
     "end": (
         "it ends with {reference:none=no special token|*={reference:list  }} on A, with "
         "{candidate:none=none|*={candidate:list  }} on B"

@@ -51,6 +51,9 @@ def weights_document(report: WeightsReport) -> Document:
     elif report.same:
         word, style = "SAME WEIGHTS", "bold green"
         text = _several(report.relations, f"{total}, stored otherwise: ")
+    elif all(relation.name == "ungrouped" for relation in others):
+        word, style = "NO ANSWER", "bold yellow"
+        text = _several(others, f"{differing} of {total}: ")
     elif differing:
         word, style = "OTHER WEIGHTS", "bold red"
         text = _several(others, f"{differing} of {total}: ")
@@ -65,8 +68,13 @@ def weights_document(report: WeightsReport) -> Document:
         named("adapter" if what.code == "weights.adapter" else "names", text)
         for what, text in zip(report.facts, report.matching, strict=True)
     ]
+    words = {True: "same", False: "other"}
     rows = [
-        ("same" if each.same else "other", each.num_parameters, each.names)
+        (
+            "unknown" if each.name == "ungrouped" else words[each.same],
+            each.num_parameters,
+            each.names,
+        )
         for each in report.relations
     ]
     table = Table(

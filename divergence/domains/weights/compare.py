@@ -50,10 +50,7 @@ by it."""
 
 @with_sentences
 def compare_weights(
-    reference: str | Path,
-    candidate: str | Path,
-    *,
-    progress: Progress | None = None,
+    reference: str | Path, candidate: str | Path, *, progress: Progress | None = None
 ) -> WeightsReport:
     """Compare what two checkpoints store, and say how parameters that differ are related.
 
@@ -67,8 +64,7 @@ def compare_weights(
     """
     on_progress = progress or silent
     sources = [str(source) for source in (reference, candidate)]
-    is_run = [Path(source, "manifest.json").is_file() for source in sources]
-    runs = [Run.open(s) if run else None for s, run in zip(sources, is_run, strict=True)]
+    runs = [Run.open(s) if Path(s, "manifest.json").is_file() else None for s in sources]
     if any(runs):
         return _with_runs(sources, runs, on_progress)
     adapters = [open_adapter(source) for source in sources]
@@ -128,7 +124,7 @@ def compare_weights(
             moved = fact("weights.moved", other=other_name)
             relations[number] = name, Relation("moved", False, moved)
     rest = _left_over(a, b, pairs, names_a | names_b)
-    fused = [how.fact for _, how in rest if how.name == "fused"]
+    fused = [how.fact for _, how in rest if how.fact.code == "weights.fused"]
     num = len(pairs) + sum(len(f["names"]) if f["side"] == SIDES[1] else 1 for f in fused)
     relations += _in_usual_order(rest)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
@@ -188,10 +184,8 @@ def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[F
             f"{first[0]} / {first[1]}",
             hint="are these checkpoints of one architecture?",
         )
-    return matching.pairs, [item for item in matching.describe() if item.code != _LEFT]
-
-
-_LEFT = "preflight.left_over"
+    facts = matching.describe()
+    return matching.pairs, [item for item in facts if item.code != "preflight.left_over"]
 
 
 def _refuse_part(a: StoredWeights, b: StoredWeights, pairs: dict[str, str]) -> None:
@@ -293,6 +287,7 @@ def _left_over(
                 parts.append((part, relation(*both), there))
             grouped = IN_GROUPS.search(file_name)
             is_plain = layout.num_groups == 1 or grouped is not None
+            kind = "fused"
             order: list[Any] = [] if is_plain else [fact("weights.fused_mixed")]
             if layout.num_groups > 1:
                 each = [num // layout.num_groups for num in layout.rows]
@@ -308,6 +303,8 @@ def _left_over(
             if grouped is not None and grouped[1] == "linear_qkv":
                 heads = _key_heads(a, b)
                 if layout.num_groups != heads and (heads or layout.num_groups == 1):
+                    # of one group none can tell whether keys have more heads
+                    kind = "fused" if heads or not is_plain else "ungrouped"
                     is_plain = False
                     order += [", "] * bool(order) + [fact("weights.fused_heads", num=heads)]
             how = fact(
@@ -318,7 +315,7 @@ def _left_over(
                 names=[part.rpartition(".")[0].rpartition(".")[2] for part in names],
                 order=order or None,
             )
-            relations.append((name, Relation("fused", is_plain, how)))
+            relations.append((name, Relation(kind, is_plain, how)))
             relations += [(part, how) for part, how, _ in parts if not how.same]
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         tensors = sides[side].tensors

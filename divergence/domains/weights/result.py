@@ -30,9 +30,10 @@ class WeightsRelation(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
     name: str
     """``equal``, ``dtype``, ``rounded``, ``reordered``, ``turned``, ``unturned``, ``transposed``,
-    ``reshaped``, ``padded``, ``fused``, ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``,
-    ``one_vector``, ``rounding``, ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``,
-    ``zeros``, ``nonfinite``, ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
+    ``reshaped``, ``padded``, ``fused``, ``ungrouped`` (fused, in an order that may be right),
+    ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``, ``one_vector``, ``rounding``,
+    ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``, ``zeros``, ``nonfinite``,
+    ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
     same: bool
     """Do they hold the same weights, stored otherwise?"""
     num_parameters: int

@@ -26,8 +26,9 @@ SENTENCES: Mapping[str, str] = {
     "fused_mixed": "their rows mixed",
     "fused_groups": "in {num:,} groups of {rows:list  + } rows",
     "fused_heads": (
-        "{num:none=as of one head of keys: Megatron takes a group for each head|*=where Megatron "
-        "takes {num} groups, one for each head of keys}"
+        "{num:none=as of one head of keys: of several Megatron takes a group for each head, and no "
+        "config.json beside the weights says how many (num_key_value_heads)|*=where Megatron takes "
+        "{num} groups, one for each head of keys}"
     ),
     "fused_otherwise": (
         "where {by:name=loaders take|blocks=other blocks have} {names:list  + }[[, {order}]]"

@@ -242,8 +242,8 @@ def test_names_of_the_dumpers_author(captured, tmp_path, told):
 @pytest.mark.parametrize(
     ("layout", "pattern", "words"),
     [
-        ("sglang", "TP0*/Pass00001.pt", "Pass00001.pt is missing, of 3 passes"),
-        ("sglang", "TP0*/*", "TP0 PP0 is missing"),
+        ("sglang", "TP0*/Pass00001.pt", "rank 0 is missing at step 1"),
+        ("sglang", "TP0*/*", "rank 0 is missing"),
         ("sglang-dumper", "*/step=1___*", "step 1 is missing"),
         ("sglang-dumper", "*/*___rank=1___*", "rank 1 is missing, of 2"),
         ("sglang-dumper", "*/step=2___rank=1___*", "rank 1 is missing at step 2"),

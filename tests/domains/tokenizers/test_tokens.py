@@ -67,6 +67,10 @@ def fewer_merges(content):
     content["model"]["merges"] = merges[: len(merges) // 2]
 
 
+def decomposed(content):
+    content["normalizer"] = {"type": "NFD"}
+
+
 def swapped(content):
     vocab = content["model"]["vocab"]
     vocab["e"], vocab["o"] = vocab["o"], vocab["e"]
@@ -89,6 +93,7 @@ def stripped(content):
         (with_eos, "end", "with <|eos|> on B", 3),
         (lower_case, "normaliser", 'normalised otherwise: "The bridge', 2),
         (stripped, "normaliser", "normalised otherwise: ", 1),
+        (decomposed, "normaliser", r'against "A\u0308O\u0308', 1),
         (no_split, "split", "it is split otherwise: ", None),
         (fewer_merges, "merges", "other tokens of the same piece: ", None),
         (swapped, "ids", " is ", None),
@@ -339,6 +344,22 @@ def test_what_is_no_file_of_examples_says_so(original, tmp_path):
     for other in (original, files[1]):
         with pytest.raises(UsageError, match="over texts"):
             divergence.compare_tokens(original, other)
+
+
+def test_a_begin_of_text_that_template_and_tokenizer_write_is_told(original, changed):
+    """The same tokens where transformers does both, and two of them where a program renders a chat
+    and tokenises it then."""
+    chat = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    b = changed(lambda c: None, lambda f: (f / "chat_template.jinja").write_text(chat))
+    a = shutil.copytree(b, b.parent / "a")
+    content = json.loads((a / "tokenizer.json").read_text(encoding="utf-8"))
+    no_bos(content)
+    (a / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    report = divergence.compare_tokens(a, b, texts=TEXTS, chat=True)
+    (cause,) = report.causes
+    assert report.equal and (cause.name, cause.num_texts) == ("twice", 3)
+    assert cause.text.startswith("B begins with <|bos|> twice where it is rendered first")
+    assert not divergence.compare_tokens(b, b, texts=TEXTS, chat=True).causes
 
 
 def test_what_is_cut_off_and_which_texts_are_concerned_is_told(original, changed):

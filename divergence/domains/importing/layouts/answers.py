@@ -1,9 +1,18 @@
-"""Answers of servers as people save them: OpenAI's and vLLM's chat and completions (with
+"""``ANSWERS``: of servers, as people save them: OpenAI's and vLLM's chat and completions (with
 prompt_logprobs), llama.cpp's of its three ages, SGLang's and TGI's.
 
 A file is one answer, a list of them, or JSON lines; each may lie inside what a log or a batch puts
 around it (``response``, ``body``). Every choice is a prompt. How a form is read stands in
 divergence.run.answers, which reads live servers too; -9999.0 is no number there.
+
+``LM_EVAL``: samples of lm-evaluation-harness (``--log_samples``), log-likelihoods of whole
+continuations.
+
+Each line is a document with one request a choice: ``arguments`` holds context and continuation,
+``resps`` the log-likelihood of the continuation and whether it is what a greedy decoder would say.
+Nobody tells tokens. So each request is a prompt of its own, whose answer is one entry, known by its
+text; two runs of one task are compared choice by choice. What was generated freely has no
+log-likelihood, and is left out and counted.
 """
 
 from __future__ import annotations
@@ -28,7 +37,7 @@ from divergence.run.answers import (
     tgi_answer,
 )
 from divergence.run.foreign import LINES, DumpFolder
-from divergence.run.scores import BY_TEXT, ScoreSource
+from divergence.run.scores import BY_TEXT, Scores, ScoreSource, lm_eval_requests
 
 _ENDINGS = (".json", *LINES)
 _AROUND = ("response", "body", "result", "output")
@@ -155,3 +164,37 @@ def read(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
 
 
 ANSWERS = Layout(words="saved answers of a server", recognise=recognise, scores=read)
+
+
+# Samples of lm-evaluation-harness.
+
+
+def _is_lm_eval(folder: DumpFolder) -> bool:
+    names = [name for name in folder.names if name.endswith(".jsonl")]
+    return bool(names) and {"doc_id", "resps", "arguments"} <= set(folder.first_fields(names[0]))
+
+
+def _read_lm_eval(folder: DumpFolder, fields: FieldMap | None, notes: Notes) -> Scored:
+    facts = {"tokens": "given", "token ids": BY_TEXT, "units": "continuations"}
+    scored = Scored(ScoreSource(engine="lm-eval", facts=facts))
+    numbers: dict[str, int] = {}
+    num_free = 0
+    for item, where in folder.objects(*LINES):
+        for context, text, value in lm_eval_requests(item, where):
+            if value is None:
+                num_free += 1
+                continue
+            number = numbers.setdefault(text, len(numbers))
+            scored.texts[str(number)] = text
+            scores = Scores(
+                prompt_ids=(), generated_ids=[number], positions=[0], logprobs=[value], text=context
+            )
+            scored.prompts.append((scores, where))
+    if num_free:
+        notes.say(f"{num_free} requests without a log-likelihood (generated freely) left out")
+    return scored
+
+
+LM_EVAL = Layout(
+    words="lm-evaluation-harness's samples", recognise=_is_lm_eval, scores=_read_lm_eval
+)

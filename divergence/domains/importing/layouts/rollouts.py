@@ -10,7 +10,7 @@ them as a table, with what writes such a file. A nan or null is a token that was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ from divergence.run.site import near_names
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """``rollout``, ``trainer``: the field of each side, tried in order. ``rest``: of FieldMap."""
+    """``known_by``: names of which a line has one; then what FieldMap has, each by the names that
+    are tried in order. ``rollout``, ``trainer``: the log-probabilities of each side."""
 
     name: str
     known_by: tuple[str, ...]
@@ -36,51 +37,21 @@ class _Dialect:
     trainer: tuple[str, ...]
     rest: dict[str, tuple[str, ...]]
 
+    def speaks(self, names: Container[str]) -> bool:
+        return any(name in names for name in self.known_by)
+
 
 DIALECTS = (
     _Dialect(
         "verl",
-        ("responses",),
-        ("rollout_log_probs",),
-        ("old_log_probs",),
-        {
-            "prompt": ("prompts",),
-            "answer": ("responses",),
-            "mask": ("response_mask",),
-            "attention": ("attention_mask",),
-        },
-    ),
-    _Dialect(
-        "verl",
-        ("response_ids",),
+        ("responses", "response_ids"),
         ("rollout_log_probs", "response_logprobs"),
         ("old_log_probs",),
         {
-            "prompt": ("prompt_ids",),
-            "answer": ("response_ids",),
+            "prompt": ("prompt_ids", "prompts"),
+            "answer": ("response_ids", "responses"),
             "mask": ("response_mask",),
-        },
-    ),
-    _Dialect(
-        "slime",
-        ("tokens", "response_length"),
-        ("rollout_log_probs",),
-        ("log_probs",),
-        {
-            "tokens": ("tokens",),
-            "answer_length": ("response_length",),
-            "mask": ("loss_mask",),
-        },
-    ),
-    _Dialect(
-        "slime",
-        ("tokens", "response_lengths"),
-        ("rollout_log_probs",),
-        ("log_probs",),
-        {
-            "tokens": ("tokens",),
-            "answer_length": ("response_lengths",),
-            "mask": ("loss_masks",),
+            "attention": ("attention_mask",),
         },
     ),
     _Dialect(
@@ -106,6 +77,17 @@ DIALECTS = (
             "mask": ("token_loss_mask", "token_mask"),
         },
     ),
+    _Dialect(
+        "slime",
+        ("response_length", "response_lengths"),
+        ("rollout_log_probs",),
+        ("log_probs",),
+        {
+            "tokens": ("tokens",),
+            "answer_length": ("response_length", "response_lengths"),
+            "mask": ("loss_mask", "loss_masks"),
+        },
+    ),
 )
 
 
@@ -123,7 +105,7 @@ def _samples(value: Any) -> list[Any] | None:
     if isinstance(value.get("samples"), list):
         return list(value["samples"])
     columns = {key: column for key, column in value.items() if _is_column(column)}
-    if not any(set(dialect.known_by) <= columns.keys() for dialect in DIALECTS):
+    if not any(dialect.speaks(columns) for dialect in DIALECTS):
         return None
     num = min(map(len, columns.values()))
     return [{key: column[row] for key, column in columns.items()} for row in range(num)]
@@ -180,7 +162,7 @@ def _fields(item: Any, role: str, where: str) -> tuple[str, FieldMap]:
         return next((name for name in names if name in item), None)
 
     for dialect in DIALECTS:
-        if not all(name in item for name in dialect.known_by):
+        if not dialect.speaks(item):
             continue
         names = dialect.rollout if role == "rollout" else dialect.trainer
         logprobs = first(names)

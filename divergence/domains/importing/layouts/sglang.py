@@ -93,8 +93,9 @@ def _late(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _passes(folder: DumpFolder) -> list[dict[int, str]]:
-    files: dict[tuple[int, int], dict[int, str]] = {}
+    """The files of each pass, by rank."""
     processes: dict[tuple[int, int], str] = {}
+    files = []
     for name in folder.names:
         match = _PASS.fullmatch(name)
         if match is None:
@@ -107,26 +108,19 @@ def _passes(folder: DumpFolder) -> list[dict[int, str]]:
                 where=f"{other} and {match['folder']}",
                 hint="keep those of one start of it",
             )
-        files.setdefault(place, {})[int(match["number"])] = name
-    sizes = [max(place[axis] for place in files) + 1 for axis in (0, 1)]
-    for pp in range(sizes[0]):
-        for tp in range(sizes[1]):
-            if (pp, tp) not in files:
-                raise DumpError(
-                    f"the rank TP{tp} PP{pp} is missing",
-                    where=str(folder.path),
-                    hint="copy the folders of all ranks together",
-                )
-    num = max(max(numbers) for numbers in files.values()) + 1
-    for place, numbers in files.items():
-        if (missing := first_missing(numbers)) < num:
-            raise DumpError(
-                f"Pass{missing:05d}.pt is missing, of {num} passes",
-                where=folder.where(processes[place]),
-                hint="copy all files of the dump",
-            )
-    ranks = {place: place[0] * sizes[1] + place[1] for place in sorted(files)}
-    return [{ranks[place]: files[place][n] for place in ranks} for n in range(num)]
+        files.append((int(match["number"]), place, name))
+    num_pp, num_tp = (max(numbers) + 1 for numbers in zip(*processes, strict=True))
+    passes: dict[int, dict[int, str]] = {}
+    for number, (pp, tp), name in sorted(files):
+        passes.setdefault(number, {})[pp * num_tp + tp] = name
+    check_ranks(passes, str(folder.path), num_pp * num_tp)
+    if (missing := first_missing(passes)) < len(passes):
+        raise DumpError(
+            f"Pass{missing:05d}.pt is missing",
+            where=folder.where(processes[0, 0]),
+            hint="copy all files of the dump",
+        )
+    return list(passes.values())
 
 
 def _dict(folder: DumpFolder, name: str) -> dict[str, Any]:
@@ -237,13 +231,7 @@ def _read_dumper(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
     names: set[str] = set()
     num_sites = 0
     first = min(steps)  # a server that warmed up before the dump does not begin at 0
-    for number, step in enumerate(sorted(steps)):
-        if step != first + number:
-            raise DumpError(
-                f"step {first + number} is missing",
-                where=str(folder.path),
-                hint="copy all files of the dump",
-            )
+    for step in sorted(steps):
         tensors: list[Dumped] = []
         for rank in sorted(steps[step]):
             files = sorted(steps[step][rank], key=lambda file: int(file[1].get("dump_index", "0")))
@@ -252,7 +240,7 @@ def _read_dumper(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Itera
             tensors += _dumped(values, rank, rules, notes, str(folder.path))
         num_sites += len(tensors)
         where = folder.where(steps[step][min(ranks)][0][0])
-        yield DumpedForward(where=where, tensors=tensors, number=number)
+        yield DumpedForward(where=where, tensors=tensors, number=step - first)
     if not num_sites:
         near = sorted(names)[:4] if rules is None else rules.near(sorted(names))
         raise UsageError(

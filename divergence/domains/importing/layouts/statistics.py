@@ -298,14 +298,17 @@ _FIELD = re.compile(
 _LOG = re.compile(r"(?:.*/)?(?:rank_(?P<rank>\d{1,6})_)?[^/]*\.log")
 
 
+def _head(folder: DumpFolder, name: str) -> list[str]:
+    """The first lines of a log."""
+    lines = itertools.islice(folder.lines(name), 40)
+    return [line.decode("utf-8", "replace").strip() for line in lines]
+
+
 def _is_titan(folder: DumpFolder) -> bool:
-    return any(_first_block(folder, name) for name in folder.names if _LOG.fullmatch(name))
-
-
-def _first_block(folder: DumpFolder, name: str) -> bool:
-    head = [line.strip() for line, _ in zip(folder.lines(name), range(40), strict=False)]
-    return any(_OPERATOR.fullmatch(line.decode("utf-8", "replace")) for line in head) and any(
-        line.startswith(b"Shape:") for line in head
+    heads = [_head(folder, name) for name in folder.names if _LOG.fullmatch(name)]
+    return any(
+        any(map(_OPERATOR.fullmatch, head)) and any(line.startswith("Shape:") for line in head)
+        for head in heads
     )
 
 
@@ -351,12 +354,8 @@ _STATISTICS = {"min": "low", "max": "high", "mean": "mean", "std": "std", "l2_no
 
 
 def _is_engine(folder: DumpFolder) -> bool:
-    names = [name for name in folder.names if name.endswith(".log")]
-    return any(
-        _LINE.fullmatch(line.decode("utf-8", "replace"))
-        for name in names
-        for line, _ in zip(folder.lines(name), range(40), strict=False)
-    )
+    names = (name for name in folder.names if name.endswith(".log"))
+    return any(_LINE.fullmatch(line) for name in names for line in _head(folder, name))
 
 
 def _read_engine(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator[DumpedForward]:

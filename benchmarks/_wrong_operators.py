@@ -104,7 +104,14 @@ def paged_attention_whole_blocks(query, key_cache, value_cache, block_tables, co
 
     size = key_cache.shape[1]
     lengths = (context_lens + size - 1) // size * size
-    return OPERATORS[0].run(query, key_cache, value_cache, block_tables, lengths, scale)
+    return OPERATORS[0].run(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        context_lens=lengths,
+        scale=scale,
+    )
 
 
 def rope_other_layout(query, key, cos, sin):

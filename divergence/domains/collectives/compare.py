@@ -399,8 +399,7 @@ def instead(
     """``wrong``: by rank, of each rank that is wrong the elements, results of one size."""
     ranks = list(wrong)
     swaps = {_swapped(results[rank], rights[rank], case.num_ranks) for rank in ranks}
-    swapped = swaps.pop() if len(swaps) == 1 else None
-    if swapped is not None:
+    if len(swaps) == 1 and (swapped := swaps.pop()) is not None:
         return swapped
     clauses = [list(_clauses(results[r], wrong[r], case, r, rights[r])) for r in ranks]
     common = [item for item in clauses[0] if all(item in others for others in clauses[1:])]
@@ -414,12 +413,21 @@ def instead(
     else:
         last = int(places[-1])
         where = fact("collectives.some_elements", num=num, size=size, first=first, last=last)
-    what = common[0] if common else _far(results, wrong, rights)
+    sums = [(right, rank) for rank, right in rights.items() if isinstance(right, Sum)]
+    worst = [float(s.usage(results[r])[wrong[r]].max()) for s, r in sums if r in wrong]
+    if common:
+        what = common[0]
+    elif not worst:
+        what = fact("collectives.are_other")
+    elif 1.0 < max(worst) <= 1e12:
+        what = fact("collectives.are_far", ratio=max(worst), large=max(worst) >= 10)
+    else:
+        what = fact("collectives.are_not_exact")
     return fact("collectives.instead", where=where, what=what)
 
 
 def _clauses(
-    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Right
+    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, right: Right
 ) -> Iterator[Fact]:
     """Yield what can be said of one rank, the plainest first."""
     values = out[wrong]
@@ -437,69 +445,36 @@ def _clauses(
         yield fact("collectives.are_own")
     for giver in copied:
         yield fact("collectives.are_of_rank", rank=giver)
-    if isinstance(exact, Sum):
-        yield from _terms(out, wrong, case, rank, exact)
-        yield from _factor(values, wrong, exact)
-
-
-def _terms(
-    out: torch.Tensor, wrong: torch.Tensor, case: RecordedCase, rank: int, exact: Sum
-) -> Iterator[Fact]:
-    """A rank's terms that are missing or added twice. Where several would do (ranks that cancel
-    each other), it is not told which."""
-    error, bound = exact.error(out)[wrong], 4 * exact.bound[wrong]
-    fits: list[tuple[Fact, bool]] = []
+    if not isinstance(right, Sum):
+        return
+    # a rank's terms that are missing or added twice; where several would do (ranks that cancel
+    # each other) it is not told which
+    error, bound, sums = right.error(out)[wrong], right.bound[wrong], right.high[wrong]
+    fits = []
     for giver, x in enumerate(case.inputs):
-        terms = x.chunk(case.num_ranks)[rank] if x.shape != out.shape else x
-        term = terms.double()[wrong]
-        if not (term != 0).any():
-            continue
-        ways = (("collectives.lack", error + term), ("collectives.hold_twice", error - term))
-        for code, rest in ways:
-            if bool((rest.abs() <= bound + 0.01 * term.abs()).all()):
-                fits.append((fact(code, rank=giver), bool((rest.abs() <= bound).all())))
-    sure = [item for item, exactly in fits if exactly] or [item for item, _ in fits]
-    if len(sure) == 1:
-        yield sure[0]
-
-
-def _factor(result: torch.Tensor, wrong: torch.Tensor, exact: Sum) -> Iterator[Fact]:
-    """One multiple of the sum, as an average is; of sums that are not all one number."""
-    sums, bound = exact.high[wrong], exact.bound[wrong]
+        term = (x if x.shape == out.shape else x.chunk(case.num_ranks)[rank]).double()[wrong]
+        if (term != 0).any():
+            ways = (("collectives.lack", error + term), ("collectives.hold_twice", error - term))
+            fits += [
+                fact(code, rank=giver) for code, rest in ways if (rest.abs() <= 4 * bound).all()
+            ]
+    if len(fits) == 1:
+        yield fits[0]
+    # one multiple of the sum, as an average is; of sums that are not all one number
     square = float(sums.square().sum())
     if len(sums) < 3 or square == 0.0 or bool((sums == sums[0]).all()):
         return
-    factor = float((result.double() * sums).sum()) / square
-    form = format_of(result.dtype)
+    factor = float((values.double() * sums).sum()) / square
+    form = format_of(out.dtype)
     rounding = 2 * form.unit_roundoff if form.kind == "float" else 0.0
     limit = max(1.0, abs(factor)) * (2 * bound + rounding * sums.abs())
-    if factor == 0.0 or bool(((result.double() - factor * sums).abs() > limit).any()):
+    if factor == 0.0 or bool(((values.double() - factor * sums).abs() > limit).any()):
         return
     parts = 1.0 / factor
     if round(parts) > 1 and abs(parts - round(parts)) < _AVERAGES:
         yield fact("collectives.are_divided", parts=round(parts))
     else:
         yield fact("collectives.are_multiple", factor=factor)
-
-
-def _far(
-    results: Mapping[int, torch.Tensor],
-    wrong: Mapping[int, torch.Tensor],
-    rights: Mapping[int, Right],
-) -> Fact:
-    """Return how far it is from the sum, at most."""
-    worst = 0.0
-    for rank, where in wrong.items():
-        exact = rights[rank]
-        if not isinstance(exact, Sum):
-            return fact("collectives.are_other")
-        error, bound = exact.error(results[rank])[where].abs(), exact.bound[where]
-        if bool((bound == 0).any()):
-            return fact("collectives.are_not_exact")
-        worst = max(worst, float((error / bound.clamp_min(1e-300)).max()))
-    if not 1.0 < worst <= 1e12:
-        return fact("collectives.are_not_exact")
-    return fact("collectives.are_far", ratio=worst, large=worst >= 10)
 
 
 def _swapped(out: torch.Tensor, exact: Right, num_ranks: int) -> Fact | None:
@@ -552,15 +527,13 @@ def wrong_of(case: RecordedCase, results: Mapping[int, torch.Tensor]) -> WrongCa
             continue
         beyond = right.differs(out)
         if isinstance(right, Sum):
-            error = right.error(out).abs()
             if case.case.values in ("integers", "rank_coded"):
-                beyond = error > 0
+                beyond = right.error(out) != 0
             elif case.case.values == "subnormal" and beyond.any() and _all_flushed(out, beyond):
                 wrong.flushed = True
                 continue
             else:
-                usage = float((error / right.bound.clamp_min(5e-324)).max())
-                wrong.usage = max(wrong.usage or 0.0, usage)
+                wrong.usage = max(wrong.usage or 0.0, float(right.usage(out).max()))
         if beyond.any():
             wrong.elements[rank] = beyond
     return wrong

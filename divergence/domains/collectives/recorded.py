@@ -237,6 +237,10 @@ class Sum:
         error = (x.double() - self.high) - self.low
         return torch.where(error.isfinite(), error, torch.inf)
 
+    def usage(self, x: torch.Tensor) -> torch.Tensor:
+        """|x - Σ| in units of the bound."""
+        return self.error(x).abs() / self.bound.clamp_min(5e-324)
+
     def differs(self, x: torch.Tensor) -> torch.Tensor:
         """Find where ``x`` is farther off than rounding explains."""
         return self.error(x).abs() > self.bound

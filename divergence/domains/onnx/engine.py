@@ -315,7 +315,7 @@ def read_model(path: Path) -> Any:
         lies_here = tensor.data_type in _DTYPES and tensor.data_location != _EXTERNAL
         fields = ("raw_data", *(f"{kind}_data" for kind in _KINDS_OF_DATA))
         has_values = any(len(getattr(tensor, field)) for field in fields)
-        if lies_here and _size(tensor) and not has_values:
+        if lies_here and math.prod(tensor.dims) and not has_values:
             raise _broken(path, f"the weight {tensor.name} has no values")
     return model
 
@@ -356,7 +356,7 @@ def tensor_of(tensor: Any, folder: Path) -> Any:
         return None
     dtype = torch.bool if name == "bool" else format_named(name).torch_dtype
     shape = tuple(tensor.dims)
-    num_bytes = _size(tensor) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     if tensor.data_location == _EXTERNAL:
         place, offset, _ = data_file(tensor, folder)
         if not num_bytes:
@@ -385,11 +385,8 @@ def _tensors(model: Any) -> Iterator[Any]:
     waiting: list[Any] = [model.graph, *model.functions]
     while waiting:
         graph = waiting.pop()
-        if hasattr(graph, "initializer"):
-            yield from graph.initializer
-            sparse = [*graph.sparse_initializer]
-        else:
-            sparse = []
+        yield from getattr(graph, "initializer", ())  # functions have none
+        sparse = [*getattr(graph, "sparse_initializer", ())]
         for node in graph.node:
             for attribute in node.attribute:
                 yield from (attribute.t, *attribute.tensors)
@@ -397,10 +394,6 @@ def _tensors(model: Any) -> Iterator[Any]:
                 waiting += (attribute.g, *attribute.graphs)
         for tensor in sparse:
             yield from (tensor.values, tensor.indices)
-
-
-def _size(tensor: Any) -> int:
-    return math.prod(tensor.dims)
 
 
 def _broken(path: Path, why: str) -> ModelError:
@@ -417,12 +410,7 @@ def _broken(path: Path, why: str) -> ModelError:
 # disk; the weights that lie beside the file are read from there.
 
 _BFLOAT16 = 16
-_LEVELS = {
-    "disable": "DISABLE_ALL",
-    "basic": "ENABLE_BASIC",
-    "extended": "ENABLE_EXTENDED",
-    "all": "ENABLE_ALL",
-}
+_LEVELS = ("disable", "basic", "extended", "all")
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -442,8 +430,9 @@ class Runtime:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        level = f"ORT_{_LEVELS[self.optimization]}"
-        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        levels, level = onnxruntime.GraphOptimizationLevel, self.optimization.upper()
+        name = "ORT_DISABLE_ALL" if level == "DISABLE" else f"ORT_ENABLE_{level}"
+        options.graph_optimization_level = getattr(levels, name)
         options.use_deterministic_compute = deterministic
         options.log_severity_level = 3  # errors, which are raised as well
         options.intra_op_num_threads = self.threads or torch.get_num_threads()
@@ -510,17 +499,12 @@ def _part(
     part = onnx.ModelProto(ir_version=model.ir_version, producer_name=model.producer_name)
     part.opset_import.extend(model.opset_import)
     part.functions.extend(model.functions)
-    specs = {
-        spec.name: spec
-        for spec in (
-            *graph.model.graph.value_info,
-            *graph.model.graph.output,
-            *graph.model.graph.input,
-        )
-    }
+    whole_graph = model.graph
+    infos = (*whole_graph.value_info, *whole_graph.output, *whole_graph.input)
+    specs = {spec.name: spec for spec in infos}
     chosen = [graph.nodes[number] for number in nodes]
     used = {name for node in chosen for name in node.inputs} | set(targets)
-    part.graph.name = graph.model.graph.name
+    part.graph.name = whole_graph.name
     part.graph.node.extend(node.proto for node in chosen)
     part.graph.initializer.extend(
         constant for n, constant in graph.constants.items() if whole or n in used
@@ -758,14 +742,13 @@ def _parameter(mangled: str, node: GraphNode, constant: str) -> str | None:
 def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:
     """Return what transformers' models say of themselves: the first and the last matrix."""
     matrices = [name for name, (c, _) in named.items() if len(graph.constants[c].dims) == 2]
-    first = next((n for n in matrices if graph.kinds.get(n.rpartition(".")[0]) == "Embedding"), "")
-    ending = [n for n in matrices if not re.search(r"(^|\.)\d+\.", n)]
-    last = (
-        ending[-1] if ending and graph.kinds.get(ending[-1].rpartition(".")[0]) == "Linear" else ""
-    )
-    ends = [root.get_submodule(n.rpartition(".")[0]) if n else None for n in (first, last)]
-    object.__setattr__(root, "get_input_embeddings", lambda: ends[0])
-    object.__setattr__(root, "get_output_embeddings", lambda: ends[1])
+    paths = [name.rpartition(".")[0] for name in matrices]
+    first = [path for path in paths if graph.kinds.get(path) == "Embedding"][:1]
+    last = [path for path in paths if not re.search(r"(^|\.)\d+(\.|$)", path)][-1:]
+    last = [path for path in last if graph.kinds.get(path) == "Linear"]
+    for name, ends in (("get_input_embeddings", first), ("get_output_embeddings", last)):
+        module = root.get_submodule(ends[0]) if ends else None
+        object.__setattr__(root, name, lambda module=module: module)
 
 
 # One pass over a graph: what is fetched from it, what is put in place, what is recorded.
@@ -825,12 +808,10 @@ class GraphRecorder(Recorder):
         self.num_taps = 0
 
     def _takes(self, port: Port) -> bool:
-        if not (self._forwards.hooks or port.path == ROOT):
+        if not (self._forwards.hooks or port.path == ROOT) or port.path not in self._hooked:
             return False
         dtype = _DTYPES_FORWARD.get(self._graph.types.get(port.value, 1), torch.int64)
-        return port.path in self._hooked and self._wanted(
-            port.path, port.port, torch.empty(0, dtype=dtype)
-        )
+        return self._wanted(port.path, port.port, torch.empty(0, dtype=dtype))
 
     def begin(self, **group: Any) -> None:
         self._given.clear()
@@ -871,9 +852,8 @@ class GraphRecorder(Recorder):
 
     def _rows(self, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the row of a decode step's token."""
-        whole = (
-            self.lane.step == 0 or not self._forwards.cached
-        )  # then it is narrowed where it is kept
+        # a whole forward's is narrowed where it is kept
+        whole = self.lane.step == 0 or not self._forwards.cached
         if whole or tensor.ndim < 2 or tensor.shape[1] != num_tokens:
             return tensor
         return tensor[:, -1:].contiguous()

@@ -70,97 +70,65 @@ class Summing:
         return leaves, torch.ones(rows, self.terms, dtype=self.dtype)
 
 
-def summing(terms: int, dtype: torch.dtype, device: str = "cpu") -> Summing:
-    """torch.sum over the last axis."""
-
-    def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        return leaves.to(device).sum(-1)[None].cpu()
-
-    return Summing(
-        name="sum",
-        shape=f"rows={COLUMNS} n={terms}",
-        dtype=dtype,
-        terms=terms,
-        products=False,
-        call=call,
-    )
+HEADS = 2
+"""Of attention: the sums are its columns, head by head."""
 
 
-def linear(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) -> Summing:
-    """torch.nn.functional.linear: weights (N, K) in the layout that models keep them in."""
-
-    def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        weight, x = leaves.to(device), partner.to(device)
-        return torch.nn.functional.linear(x, weight).cpu()
-
-    return Summing(
-        name="linear",
-        shape=f"M={rows} K={terms} N={COLUMNS}",
-        dtype=dtype,
-        terms=terms,
-        rows=rows,
-        call=call,
-    )
+def _linear(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
+    """Weights (N, K) in the layout that models keep them in."""
+    return torch.nn.functional.linear(partner, leaves)
 
 
-def matmul(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 64) -> Summing:
-    """torch.matmul of (M, K) and (K, N), both row-major."""
-
-    def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        b = leaves.to(device).T.contiguous()
-        return torch.matmul(partner.to(device), b).cpu()
-
-    return Summing(
-        name="matmul",
-        shape=f"M={rows} K={terms} N={COLUMNS}",
-        dtype=dtype,
-        terms=terms,
-        rows=rows,
-        call=call,
-    )
+def _matmul(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
+    """(M, K) and (K, N), both row-major."""
+    return torch.matmul(partner, leaves.T.contiguous())
 
 
-def attention(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 16) -> Summing:
+def _attention(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
     """P @ V of eager attention, batched over heads: (H, T, n) and (H, n, D)."""
-    heads = 2
-
-    def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        size = COLUMNS // heads
-        v = leaves.to(device).view(heads, size, terms).transpose(1, 2).contiguous()  # (H, n, D)
-        p = partner.to(device).expand(heads, -1, -1).contiguous()  # (H, T, n)
-        return torch.matmul(p, v).transpose(0, 1).reshape(len(partner), COLUMNS).cpu()
-
-    return Summing(
-        name="attention P@V",
-        shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
-        dtype=dtype,
-        terms=terms,
-        rows=rows,
-        call=call,
-    )
+    v = leaves.unflatten(0, (HEADS, -1)).transpose(1, 2).contiguous()
+    p = partner.expand(HEADS, -1, -1).contiguous()
+    return torch.matmul(p, v).transpose(0, 1).reshape(len(partner), COLUMNS)
 
 
-def sdpa(terms: int, dtype: torch.dtype, device: str = "cpu", *, rows: int = 1) -> Summing:
+def _sdpa(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
     """scaled_dot_product_attention with queries of 0: every weight is exp(0) = 1, so V is summed.
-    ``terms``: a power of two, so that the division by their sum is exact."""
-    heads = 2
+    The terms are a power of two, so that the division by their sum is exact."""
+    v = leaves.unflatten(0, (HEADS, -1)).transpose(1, 2).contiguous()[None]  # (1, H, n, D)
+    q = v.new_zeros(1, HEADS, len(partner), v.shape[-1])
+    out = torch.nn.functional.scaled_dot_product_attention(q, torch.ones_like(v), v)
+    return out[0].transpose(0, 1).reshape(len(partner), COLUMNS)
+
+
+_HEADED = f"heads={HEADS} T={{rows}} n={{terms}} D={COLUMNS // HEADS}"
+_OPERATORS: dict[str, tuple[str, str, int, Call]] = {
+    "sum": ("sum", f"rows={COLUMNS} n={{terms}}", 1, lambda leaves, _: leaves.sum(-1)[None]),
+    "linear": ("linear", f"M={{rows}} K={{terms}} N={COLUMNS}", 1, _linear),
+    "linear 16": ("linear", f"M={{rows}} K={{terms}} N={COLUMNS}", 16, _linear),
+    "matmul": ("matmul", f"M={{rows}} K={{terms}} N={COLUMNS}", 16, _matmul),
+    "attention": ("attention P@V", _HEADED, 16, _attention),
+    "sdpa": ("sdpa V", _HEADED, 1, _sdpa),
+}
+"""Those that models use: name, shape, rows, what is called on the device."""
+FULL = tuple(_OPERATORS)
+QUICK = ("sum", "linear", "linear 16", "attention")
+
+
+def summing(which: str, terms: int, dtype: torch.dtype, device: str = "cpu") -> Summing:
+    """One of ``FULL`` at ``terms`` terms."""
+    name, shape, rows, called = _OPERATORS[which]
 
     def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        size = COLUMNS // heads
-        v = leaves.to(device).view(1, heads, size, terms).transpose(2, 3).contiguous()
-        q = torch.zeros(1, heads, rows, size, dtype=dtype, device=device)
-        k = torch.ones(1, heads, terms, size, dtype=dtype, device=device)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)  # (1, H, T, D)
-        return out[0].transpose(0, 1).reshape(rows, COLUMNS).cpu()
+        return called(leaves.to(device), partner.to(device)).cpu()
 
     return Summing(
-        name="sdpa V",
-        shape=f"heads={heads} T={rows} n={terms} D={COLUMNS // heads}",
+        name=name,
+        shape=shape.format(rows=rows, terms=terms),
         dtype=dtype,
         terms=terms,
         rows=rows,
-        products=False,
-        even=True,
+        products=which not in ("sum", "sdpa"),
+        even=which == "sdpa",
         call=call,
     )
 
@@ -1058,24 +1026,6 @@ class Notebook:
         path = f"probe.{probe}.{subject}".replace(" ", "-").replace("@", "").replace(":", "")
         for port, tensor in ports.items():
             self.tensors.append((f"{path}:{port.replace('_', '.', 1)}", tensor))
-
-
-FULL = ("sum", "linear", "linear 16", "matmul", "attention", "sdpa")
-QUICK = ("sum", "linear", "linear 16", "attention")
-
-_MAKERS: dict[str, Callable[[int, torch.dtype, str], Summing]] = {
-    "sum": summing,
-    "linear": linear,
-    "linear 16": lambda terms, dtype, device: linear(terms, dtype, device, rows=16),
-    "matmul": lambda terms, dtype, device: matmul(terms, dtype, device, rows=16),
-    "attention": attention,
-    "sdpa": sdpa,
-}
-
-
-def operators(names: tuple[str, ...], terms: int, dtype: torch.dtype, device: str) -> list[Summing]:
-    """The named operators at ``terms`` terms."""
-    return [_MAKERS[name](terms, dtype, device) for name in names]
 
 
 def note_finding(notebook: Notebook, finding: OperatorOrders) -> None:

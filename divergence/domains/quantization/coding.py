@@ -150,50 +150,24 @@ def code_errors(
 
 def merged(parts: list[CodeErrors]) -> CodeErrors:
     """One over all of them."""
-    sums = {
-        name: sum(getattr(part, name) for part in parts)
-        for name in (
-            "num",
-            "num_inner",
-            "num_outliers",
-            "offset",
-            "inward",
-            "squares",
-            "product",
-            "power",
-            "size",
-        )
+    values = {
+        name: (max if name in ("farthest", "roundoff") else sum)(getattr(p, name) for p in parts)
+        for name in CodeErrors.__dataclass_fields__
     }
-    return CodeErrors(
-        farthest=max(part.farthest for part in parts),
-        roundoff=max(part.roundoff for part in parts),
-        **sums,
-    )
+    return CodeErrors(**values)
 
 
 # Quantisers: from numbers to integer or 8-bit float codes and back, bit for bit.
 #
 #     code = clamp(round(x / scale) + zero)        value = (code - zero) · scale
 #
-# Rounding is to nearest, ties to even. Who makes the codes differs in details that decide every
-# tie, so a quantiser has a *recipe*:
-#
-# ``plain``               scale = max|x| / 127 (7 for int4, the largest number of an 8-bit float).
-# All
-#                         zeros: scale 0, codes 0. Asymmetric: scale = (max - min) / 255,
-#                         zero = round(-128 - min / scale). Ascend's DynamicQuant and vLLM's kernels
-#                         do so, and SmoothQuant (Xiao et al., arXiv 2211.10438).
-# ``compressed-tensors``  symmetric integers: scale = max|x| / 127.5, the middle of -128 and 127; a
-#                         scale of 0 becomes the dtype's epsilon; the zero point is clamped, then
-#                         rounded; codes = round(clamp(x / scale + zero)).
-# ``torchao``             as that, with scales of at least the dtype's smallest normal number, and
-#                         codes = clamp(round(x · (1 / scale)) + zero).
-#
-# All is computed in the dtype of x, as those libraries do; give float32 for more.
+# Rounding is to nearest, ties to even. scale = max|x| / 127 (7 for int4, the largest number of an
+# 8-bit float); all zeros: scale 0, codes 0. Asymmetric: scale = (max - min) / 255, zero =
+# round(-128 - min / scale). Ascend's DynamicQuant and vLLM's kernels do so, and SmoothQuant (Xiao
+# et al., arXiv 2211.10438). All is computed in the dtype of x.
 
-CodeFormat = Literal["int8", "int4", "float8_e4m3fn", "float8_e5m2"]
+CodeFormat = Literal["int8", "int4", "float8_e4m3fn"]
 Granularity = Literal["tensor", "channel", "token", "group"]
-Recipe = Literal["plain", "compressed-tensors", "torchao"]
 _ENDS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 
 
@@ -207,7 +181,6 @@ class Quantizer(msgspec.Struct, frozen=True, kw_only=True):
     group: int | None = None
     symmetric: bool = True
     """Without a zero point. 8-bit floats never have one."""
-    recipe: Recipe = "plain"
 
     @property
     def is_float(self) -> bool:
@@ -264,26 +237,9 @@ def scales_of(
     low, high = quantizer.ends
     if not quantizer.symmetric and not quantizer.is_float:
         scale = (most - least) / (high - low)
-        if quantizer.recipe == "compressed-tensors":
-            zero = (low - least / scale).clamp(low, high)
-            # an empty range: nan, which a cast to int8 makes 0
-            return _at_least(scale, quantizer), torch.round(zero.nan_to_num(0.0))
-        scale = _at_least(scale, quantizer)
         ratio = least / torch.where(scale == 0, 1.0, scale)
         return scale, (low - torch.round(ratio)).clamp(low, high)
-    size = torch.maximum(-least, most)
-    divisor = high if quantizer.recipe == "plain" else (high - low) / 2
-    return _at_least(size / divisor, quantizer), None
-
-
-def _at_least(scale: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    import torch
-
-    if quantizer.recipe == "compressed-tensors":
-        return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    if quantizer.recipe == "torchao" and not quantizer.is_float:
-        return scale.clamp(min=torch.finfo(scale.dtype).smallest_normal)
-    return scale
+    return torch.maximum(-least, most) / high, None
 
 
 def codes_of(
@@ -300,15 +256,8 @@ def codes_of(
     if quantizer.is_float:
         codes = (rows / steps).clamp(low, high).to(getattr(torch, quantizer.format))
         return codes.reshape(x.shape)
-    if quantizer.recipe == "torchao":
-        codes = torch.round(rows * (1.0 / steps))
-        codes = (codes if zero is None else codes + zero).clamp(low, high)
-    elif quantizer.recipe == "compressed-tensors":
-        ratio = rows / steps
-        codes = torch.round((ratio if zero is None else ratio + zero).clamp(low, high))
-    else:
-        codes = torch.round(rows / steps)
-        codes = (codes if zero is None else codes + zero).clamp(low, high)
+    codes = torch.round(rows / steps)
+    codes = (codes if zero is None else codes + zero).clamp(low, high)
     return codes.to(torch.int8).reshape(x.shape)
 
 

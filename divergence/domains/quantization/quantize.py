@@ -14,7 +14,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +103,16 @@ class QuantizationTrials:
                 f"the model is no causal language model but {session.loaded.task}",
                 hint="divergence quantize RUN --scheme ... -o Q, then divergence compare RUN Q",
             )
-        self.samples = samples
         self.blocks = blocks_of(self.model)
+        self.numbers = {
+            id(module): number
+            for number, block in enumerate(self.blocks)
+            for module in block.modules()
+        }
+        """By module, the number of the block that it is in."""
         self._weights: dict[str, list[QuantizedWeight]] = {}
         uninstall(self.model)
         self.seen = [self._base(sample) for sample in samples]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(seen.ids) for seen in self.seen)
 
     def without_migration(self, targets: Iterable[QuantizationTarget]) -> Cost:
         """The cost of these quantised with α taken away."""
@@ -131,14 +131,6 @@ class QuantizationTrials:
         for seen in self.seen:
             self._logits(seen)
 
-    def number_of(self, target: QuantizationTarget) -> int | None:
-        """Say which block a target is in."""
-        if target.block is None:
-            return None
-        modules = dict(self.model.named_modules())
-        block = modules[target.block]
-        return next(n for n, other in enumerate(self.blocks) if other is block)
-
     def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
         """The target's matrices under the scheme, made once."""
         if target.name not in self._weights:
@@ -149,7 +141,7 @@ class QuantizationTrials:
         """Measure the cost of the model with these quantised."""
         cached = self.session.scheme.kv is not None
         with (
-            self._installed(targets),
+            self.installed(targets),
             quantised_cache(self.session.scheme.kv, self.model) as filled,
         ):
             for number, seen in enumerate(self.seen):  # after the weights, whose error names them
@@ -166,14 +158,10 @@ class QuantizationTrials:
             )
         return cost_of(rows)
 
-    def alone(self, target: QuantizationTarget) -> tuple[Cost, float | None]:
-        """(cost, relative L2 error at the output of its block) with this one quantised."""
-        with self._installed([target]):
-            return self.from_block(self.number_of(target))
-
     def from_block(self, number: int | None) -> tuple[Cost, float | None]:
-        """The model as it is now, from block ``number`` on; None: from its beginning."""
-        rows, errors, norms = [], 0.0, 0.0
+        """(cost, relative L2 error at the output of block ``number``) of the model as it is now,
+        run from that block on; None: from its beginning."""
+        rows, outs = [], []
         for seen in self.seen:
             outputs: list[Any] = []
             with contextlib.ExitStack() as stack:
@@ -189,25 +177,18 @@ class QuantizationTrials:
                     stack.callback(hook.remove)
                 logits = self._logits(seen)
             rows.append(self._row_costs(seen, logits))
-            if number is not None:
-                was = _hidden(seen.outputs[number]).double()
-                errors += float((_hidden(outputs[0]).double() - was).square().sum())
-                norms += float(was.square().sum())
-        error = None if number is None else (errors / norms) ** 0.5 if norms else 0.0
-        return cost_of(rows), error
+            outs += [] if number is None else [(outputs[0], seen.outputs[number])]
+        return cost_of(rows), None if number is None else _apart(outs)
 
     def floor(self, number: int) -> float:
         """Relative L2 error of a block in the model's own dtype against float64, on its recorded
         input."""
-        errors = norms = 0.0
-        block = self.blocks[number]
+        outs = []
         for seen in self.seen:
             args, kwargs = seen.calls[number]
             with torch.no_grad(), Widening(torch.float64):
-                wide = _hidden(block(*args, **kwargs)).double()
-            errors += float((_hidden(seen.outputs[number]).double() - wide).square().sum())
-            norms += float(wide.square().sum())
-        return (errors / norms) ** 0.5 if norms else 0.0
+                outs.append((seen.outputs[number], self.blocks[number](*args, **kwargs)))
+        return _apart(outs)
 
     def _base(self, sample: SampleTokens) -> _Seen:
         seen = _Seen([*sample.prompt_ids, *sample.generated_ids[:-1]])
@@ -244,7 +225,7 @@ class QuantizationTrials:
         return row_costs(seen.logits, logits, [*seen.ids[1:], -1])
 
     @contextlib.contextmanager
-    def _installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
+    def installed(self, targets: Iterable[QuantizationTarget]) -> Iterator[None]:
         weights = {
             t.name: (t, self.weight(t)) for t in targets if self.session.scheme.weights is not None
         }
@@ -255,10 +236,15 @@ class QuantizationTrials:
             uninstall(self.model)
 
 
-def _hidden(output: Any) -> torch.Tensor:
-    """The residual stream among what a block gives."""
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple | list) else output
-    return hidden
+def _apart(outputs: Sequence[tuple[Any, Any]]) -> float:
+    """Relative L2 error of what a block gave, over all prompts: (now, wanted)."""
+    errors = norms = 0.0
+    for pair in outputs:
+        # the residual stream among what a block gives
+        now, wanted = (out[0] if isinstance(out, tuple | list) else out for out in pair)
+        errors += float((now.double() - wanted.double()).square().sum())
+        norms += float(wanted.double().square().sum())
+    return (errors / norms) ** 0.5 if norms else 0.0
 
 
 def cost_of(parts: Sequence[RowCosts]) -> Cost:
@@ -295,23 +281,10 @@ def cost_of(parts: Sequence[RowCosts]) -> Cost:
 # through codes as weights alone.
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A weight that no inputs are multiplied with."""
-
-    name: str
-    module: nn.Module
-    part: str
-    number: int | None
-    """Its block."""
-
-
 def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> list[MatrixCost]:
     """Measure, in order of execution, what each costs alone. Cost: half a forward for each."""
     tell = progress or silent
     targets = targets_of(trials.model)
-    tables = _tables(trials)
-    total = len(targets) + len(tables)
     with watching(trials.model, targets, kind=_Numbers) as watches:
         trials.run_plain()
     outliers = {}  # by target; of those that anything entered
@@ -319,12 +292,16 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
         assert isinstance(watch, _Numbers)
         if watch.least is not None and watch.most is not None:
             outliers[name] = _statistics(watch, torch.maximum(-watch.least, watch.most))
-    floors: dict[int, float] = {}
+    floors: dict[int | None, float | None] = {None: None}
     costs: list[MatrixCost] = []
-    for target in targets.values():
-        tell("each", len(costs), total, target.name)
-        number = trials.number_of(target)
-        cost, error = trials.alone(target)
+    every = [*targets.values(), *_tables(trials)]
+    for target in every:
+        tell("each", len(costs), len(every), target.name)
+        number = trials.numbers.get(id(target.module))
+        is_table = target.part in ("embedding", "norm")
+        changed = _through_codes(trials, target) if is_table else trials.installed([target])
+        with changed:
+            cost, error = trials.from_block(number)
         if number is not None and number not in floors:
             floors[number] = trials.floor(number)
         costs.append(
@@ -335,56 +312,34 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
                 by_default=target.name in trials.session.targets,
                 num_weights=sum(matrix.numel() for matrix in target.matrices),
                 block_error=error,
-                floor=None if number is None else floors[number],
+                floor=floors[number],
                 cost=cost,
                 outliers=outliers.get(target.name),
-            )
-        )
-    for table in tables:
-        tell("each", len(costs), total, table.name)
-        with _through_codes(table, trials.session.scheme.weights):
-            cost, error = trials.from_block(table.number)
-        weight = table.module._parameters["weight"]
-        costs.append(
-            MatrixCost(
-                name=table.name,
-                part=table.part,
-                block=None,
-                by_default=False,
-                num_weights=0 if weight is None else weight.numel(),
-                block_error=error,
-                floor=None if table.number is None else floors.get(table.number),
-                cost=cost,
             )
         )
     return costs
 
 
-def _tables(trials: QuantizationTrials) -> list[_Table]:
-    if trials.session.scheme.weights is None:
-        return []
-    numbers = {
-        id(module): number
-        for number, block in enumerate(trials.blocks)
-        for module in block.modules()
-    }
+def _tables(trials: QuantizationTrials) -> list[QuantizationTarget]:
+    """Weights that no inputs are multiplied with."""
     tables = []
     for path, module in trials.model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None:
             continue
         if isinstance(module, nn.Embedding):
-            tables.append(_Table(path, module, "embedding", None))
+            tables.append(QuantizationTarget(path, module, "weight", "embedding", None))
         elif weight.ndim == 1 and "norm" in type(module).__name__.lower():
-            tables.append(_Table(path, module, "norm", numbers.get(id(module))))
+            tables.append(QuantizationTarget(path, module, "weight", "norm", None))
     return tables
 
 
 @contextlib.contextmanager
-def _through_codes(table: _Table, quantizer: Quantizer | None) -> Iterator[None]:
+def _through_codes(trials: QuantizationTrials, table: QuantizationTarget) -> Iterator[None]:
     """An embedding's rows with a scale each, a norm's weight with one; a matrix that shares its
     memory with it stays as it is."""
     weight = table.module._parameters["weight"]
+    quantizer = trials.session.scheme.weights
     assert weight is not None and quantizer is not None
     per = Quantizer(
         format=quantizer.format,
@@ -791,22 +746,10 @@ def _base(
 ) -> Iterator[Run]:
     """The floating-point run; made here where a model was given."""
     if not isinstance(run, Run) and _is_model(run):
-        with contextlib.ExitStack() as stack:
-            folder = (
-                f"{out}-base"
-                if out is not None
-                else str(
-                    Path(
-                        stack.enter_context(
-                            tempfile.TemporaryDirectory(prefix="divergence-quantize-")
-                        )
-                    )
-                    / "base"
-                )
-            )
+        with tempfile.TemporaryDirectory(prefix="divergence-quantize-") as scratch:
             yield make_run(
                 run,
-                out=folder,
+                out=f"{scratch}/base" if out is None else f"{out}-base",
                 prompts=list(prompts),
                 prompts_file=prompts_file,
                 device=device,

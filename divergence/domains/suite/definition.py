@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -120,16 +119,6 @@ class Operator:
     cases: Callable[[], Iterator[OperatorCase]]
     scores: Callable[..., Tensor] | None = None
     implementations: Mapping[str, Implementation] = field(default_factory=dict)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The names of what the truth takes; each implementation is given the same by name."""
-        parameters = inspect.signature(self.truth).parameters.values()
-        return tuple(
-            parameter.name
-            for parameter in parameters
-            if parameter.kind is not parameter.KEYWORD_ONLY
-        )
 
     @property
     def full_name(self) -> str:

@@ -45,23 +45,14 @@ def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return functional.linear(x, weight, bias)
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
     return torch.matmul(x, y)
 
 
-def _truth_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
-    return x @ weight.T
-
-
-def _truth_linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """y = x Wᵀ + b."""
-    return x @ weight.T + bias
-
-
-def _truth_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
-    return x @ y
+def _gemv(matrix: Tensor, vector: Tensor) -> Tensor:
+    """y_i = Σ_k A_ik x_k."""
+    return torch.mv(matrix, vector)
 
 
 def _linear(source: TensorSource, shape: Shape) -> Arguments:
@@ -93,25 +84,24 @@ def _vector(source: TensorSource, shape: Shape) -> Arguments:
     return {"matrix": weight, "vector": x}
 
 
-def _truth_gemv(matrix: Tensor, vector: Tensor) -> Tensor:
-    """y_i = Σ_k A_ik x_k."""
-    return matrix @ vector
-
-
 PRODUCTS = (
-    Operator(
-        "linear", _run_linear, _truth_linear, cases_of(_linear, _PRODUCT_SHAPES, _PRODUCT_PLAN)
+    Operator(  # weight (N, K) as torch.nn.Linear keeps it
+        "linear",
+        _run_linear,
+        lambda x, weight: x @ weight.T,
+        cases_of(_linear, _PRODUCT_SHAPES, _PRODUCT_PLAN),
     ),
     Operator(
-        "linear_bias", _run_linear, _truth_linear_bias, cases_of(_linear_bias, _PRODUCT_SHAPES)
+        "linear_bias",
+        _run_linear,
+        lambda x, weight, bias: x @ weight.T + bias,
+        cases_of(_linear_bias, _PRODUCT_SHAPES),
     ),
-    Operator(
-        "matmul", _product, _truth_matmul, cases_of(_transposed, _PRODUCT_SHAPES, _PRODUCT_PLAN)
-    ),
+    Operator("matmul", _matmul, _matmul, cases_of(_transposed, _PRODUCT_SHAPES, _PRODUCT_PLAN)),
     Operator(
         "batched_matmul",
-        _product,
-        _truth_matmul,
+        _matmul,
+        _matmul,
         cases_of(
             _batched,
             {"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
@@ -119,8 +109,8 @@ PRODUCTS = (
     ),
     Operator(
         "gemv",
-        lambda matrix, vector: torch.mv(matrix, vector),
-        _truth_gemv,
+        _gemv,
+        _gemv,
         cases_of(
             _vector,
             {"odd": (65, 129), "large_k": (32, 16384)},
@@ -141,12 +131,11 @@ PRODUCTS = (
 _EPS = 1e-6
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """torch's own where it has one (2.4 and later)."""
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute as LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's
     dtype. Source: transformers/models/llama/modeling_llama.py."""
     wide = x.float()
@@ -156,11 +145,7 @@ def rms_norm_llama(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _rms_norm(total, weight, eps), total
 
 
 def _truth_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -198,11 +183,8 @@ def _add_norm(source: TensorSource, shape: Shape) -> Arguments:
 
 
 def _layer(source: TensorSource, shape: Shape) -> Arguments:
-    return {
-        **_norm(source, shape),
-        "bias": source.plain("bias", shape[-1:], scale=0.125),
-        "eps": 1e-5,
-    }
+    bias = source.plain("bias", shape[-1:], scale=0.125)
+    return {**_norm(source, shape), "bias": bias, "eps": 1e-5}
 
 
 def _npu(name: str) -> Any:
@@ -242,11 +224,11 @@ def _liger_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Any:
 NORMS = (
     Operator(
         "rms_norm",
-        rms_norm,
+        _rms_norm,
         _truth_rms_norm,
         cases_of(_norm),
         implementations={
-            "llama": rms_norm_llama,
+            "llama": _rms_norm_llama,
             "torch_npu": lambda x, weight, eps: _npu("rms_norm")(x, weight, eps)[0],
             "vllm": _vllm_rms_norm,
             "triton": _liger_rms_norm,
@@ -259,7 +241,12 @@ NORMS = (
         cases_of(_add_norm),
         implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
     ),
-    Operator("layer_norm", _layer_norm, _truth_layer_norm, cases_of(_layer)),
+    Operator(
+        "layer_norm",
+        lambda x, weight, bias, eps: functional.layer_norm(x, x.shape[-1:], weight, bias, eps),
+        _truth_layer_norm,
+        cases_of(_layer),
+    ),
 )
 
 # Rotary position embedding, in the two layouts that checkpoints come in.
@@ -273,17 +260,12 @@ NORMS = (
 # come out of exact arithmetic alike on every machine.
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
-    return first, second
-
-
 def _rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Do as transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
     cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
     def turn(x: Tensor) -> Tensor:
-        first, second = _halves(x)
+        first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
         return x * cos + torch.cat([-second, first], -1) * sin
 
     return turn(query), turn(key)
@@ -303,7 +285,7 @@ def _truth_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
     """(a, b) → (a cos θ - b sin θ, b cos θ + a sin θ) for a = x_i, b = x_(i + D/2)."""
 
     def turn(x: Tensor) -> Tensor:
-        a, b = _halves(x)
+        a, b = x.chunk(2, dim=-1)
         return torch.cat([stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)], -1)
 
     return turn(query), turn(key)
@@ -409,11 +391,6 @@ def _run_sdpa(
     )
 
 
-def _run_math(**operands: Any) -> Tensor:
-    """torch's own formula, in elementary operators."""
-    return _run_backend("MATH", **operands)
-
-
 def _run_eager(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
@@ -459,21 +436,15 @@ def _truth_attention(
     *,
     scores_stored: bool = False,
 ) -> Tensor:
-    """See attend."""
     heads, queries = query.shape[1], query.shape[2]
     seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
     key, value = _spread(key, heads), _spread(value, heads)
     return attend(query, key, value, seen, scale, scores_stored=scores_stored)
 
 
-_truth_eager = partial(_truth_attention, scores_stored=True)
-
-
 def _spread(x: Tensor, heads: int) -> Tensor:
     """Each key-value head once for every query head that reads it: (B, G, S, H) → (B, N, S, H)."""
     batch, groups, length, width = x.shape
-    if groups == heads:
-        return x
     wide = x[:, :, None].expand(batch, groups, heads // groups, length, width)
     return wide.reshape(batch, heads, length, width)
 
@@ -485,7 +456,8 @@ def _seen(mask: Tensor | None, causal: bool, scores: Tensor) -> Tensor | None:
     return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
 
 
-def _attention_inputs(source: TensorSource, shape: Shape) -> Arguments:
+def _attention_inputs(source: TensorSource, shape: Shape, kind: str = "") -> Arguments:
+    """``kind``: ``causal``, or that of ``_mask``."""
     batch, heads, groups, queries, keys, width = shape
     inner, outer = source.values in ("outliers", "equal"), source.values
     where = (batch, groups, keys, width)
@@ -495,35 +467,27 @@ def _attention_inputs(source: TensorSource, shape: Shape) -> Arguments:
         "value": source.main("value", where, axis=-2)
         if outer != "normal" or source.strided
         else source.plain("value", where),
-        "mask": None,
-        "causal": False,
+        "mask": _mask(kind, shape) if kind in _MASKS else None,
+        "causal": kind == "causal",
         "scale": width**-0.5,
     }
 
 
-def _causal(source: TensorSource, shape: Shape) -> Arguments:
-    return {**_attention_inputs(source, shape), "causal": True}
+_MASKS = ("padding", "all_masked", "window")
 
 
-def _masked(kind: str) -> Callable[[TensorSource, Shape], Arguments]:
-    def build(source: TensorSource, shape: Shape) -> Arguments:
-        return {**_attention_inputs(source, shape), "mask": torch.from_numpy(mask_of(kind, shape))}
-
-    return build
-
-
-def mask_of(kind: str, shape: Shape) -> np.ndarray:
+def _mask(kind: str, shape: Shape) -> Tensor:
     """(B, 1, T, S), True where query t sees key s. ``padding``: the last sample's first keys are
     none; ``all_masked``: its first two queries see nothing; ``window``: the last five keys up to
     the query's own place at the end."""
     batch, _, _, queries, keys, _ = shape
-    seen = np.ones((batch, 1, queries, keys), dtype=bool)
+    seen = torch.ones(batch, 1, queries, keys, dtype=torch.bool)
     if kind == "padding":
         seen[-1, :, :, : keys // 3] = False
     elif kind == "all_masked":
         seen[-1, :, :2] = False
-    elif kind == "window":
-        place = np.arange(queries)[:, None] + keys - queries - np.arange(keys)[None]
+    else:
+        place = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
         seen &= (place >= 0) & (place < _WINDOW)
     return seen
 
@@ -546,10 +510,9 @@ def _attention_cases() -> Iterator[OperatorCase]:
     shapes = _ATTENTION_SHAPES
     yield from cases_of(_attention_inputs, shapes, _ATTENTION_PLAN)()
     square = {"square": "normal", "prefill": "normal"}
-    yield from cases_of(_causal, shapes, square, suffix="causal")()
     odd = {"odd": "normal", "grouped": "normal"}
-    for kind in ("padding", "all_masked", "window"):
-        yield from cases_of(_masked(kind), shapes, odd, suffix=kind)()
+    for kind, plan in (("causal", square), *((mask, odd) for mask in _MASKS)):
+        yield from cases_of(partial(_attention_inputs, kind=kind), shapes, plan, suffix=kind)()
 
 
 def _run_backend(name: str, **operands: Any) -> Tensor:
@@ -588,8 +551,13 @@ ATTENTION = (
             "flash_attn": _flash_attn,
         },
     ),
-    Operator("attention_math", _run_math, _truth_eager, _attention_cases),
-    Operator("attention_eager", _run_eager, _truth_eager, _attention_cases),
+    *(
+        Operator(name, run, partial(_truth_attention, scores_stored=True), _attention_cases)
+        for name, run in (
+            ("attention_math", partial(_run_backend, "MATH")),  # torch's formula, step by step
+            ("attention_eager", _run_eager),
+        )
+    ),
 )
 
 # Incremental attention over a paged cache of keys and values: one new token per sequence.
@@ -605,55 +573,48 @@ _BLOCK = 16
 _FLASH_PAGE = 256
 
 
-def _gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """One sequence's keys or values: (G, S, H)."""
-    if not 0 < length <= table.numel() * cache.shape[1]:
-        raise ValueError(f"{length} tokens in {table.numel()} blocks")
-    pages = cache[table[: -(-length // cache.shape[1])].long()]  # (blocks, size, G, H)
-    return pages.flatten(0, 1)[:length].transpose(0, 1)
-
-
-def _run_paged(
+def _gathered(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    scale: float,
-) -> Tensor:
-    """Gathers each sequence, then scaled_dot_product_attention."""
-    results = []
-    for number, length in enumerate(context_lens.tolist()):
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each sequence's query (N, H), and its keys and values (G, S, H)."""
+    size = key_cache.shape[1]
+    for one, table, length in zip(query, block_tables, context_lens.tolist(), strict=True):
+        if not 0 < length <= table.numel() * size:
+            raise ValueError(f"{length} tokens in {table.numel()} blocks")
+        pages = table[: -(-length // size)].long()
         key, value = (
-            _gathered(cache, block_tables[number], length)[None]
+            cache[pages].flatten(0, 1)[:length].transpose(0, 1)
             for cache in (key_cache, value_cache)
         )
-        queries = query[number][None, :, None]  # (N, H) → (1, N, 1, H)
+        yield one, key, value
+
+
+def _run_paged(*, scale: float, **paged: Tensor) -> Tensor:
+    """Gathers each sequence, then scaled_dot_product_attention."""
+    results = []
+    for query, key, value in _gathered(**paged):
         attended = functional.scaled_dot_product_attention(
-            queries, key, value, scale=scale, enable_gqa=queries.shape[1] != key.shape[1]
+            query[None, :, None],  # (N, H) → (1, N, 1, H)
+            key[None],
+            value[None],
+            scale=scale,
+            enable_gqa=len(query) != len(key),
         )
         results.append(attended[0, :, 0])
     return torch.stack(results)
 
 
-def _truth_paged(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-) -> Tensor:
-    """Attention of query b over its context_lens[b] first cached tokens; see attention.attend."""
+def _truth_paged(*, scale: float, **paged: Tensor) -> Tensor:
+    """Attention of query b over its context_lens[b] first cached tokens; see attend."""
     results = []
-    for number, length in enumerate(context_lens.tolist()):
-        key, value = (
-            _gathered(cache, block_tables[number], length) for cache in (key_cache, value_cache)
-        )
-        groups, heads = key.shape[0], query.shape[1]
+    for query, key, value in _gathered(**paged):
         # (N, H) → (G, N/G, H): the heads that read one key-value head are its queries
-        queries = query[number].reshape(groups, heads // groups, -1)
-        results.append(attend(queries, key, value, None, scale).reshape(heads, -1))
+        queries = query.reshape(len(key), -1, query.shape[-1])
+        results.append(attend(queries, key, value, None, scale).reshape(query.shape[0], -1))
     return torch.stack(results)
 
 
@@ -699,23 +660,16 @@ def _repaged(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     return flat, table.reshape(batch, pages)
 
 
-def _flash_attn_paged(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-) -> Any:
+def _flash_attn_paged(*, scale: float, **paged: Tensor) -> Any:
     from flash_attn import flash_attn_with_kvcache
 
-    keys, table = _repaged(key_cache, block_tables)
-    values, _ = _repaged(value_cache, block_tables)
+    keys, table = _repaged(paged["key_cache"], paged["block_tables"])
+    values, _ = _repaged(paged["value_cache"], paged["block_tables"])
     attended = flash_attn_with_kvcache(
-        query[:, None],
+        paged["query"][:, None],
         keys,
         values,
-        cache_seqlens=context_lens,
+        cache_seqlens=paged["context_lens"],
         block_table=table,
         softmax_scale=scale,
     )
@@ -792,11 +746,6 @@ def _truth_silu(x: Tensor) -> Tensor:
     return x / (1.0 + torch.exp(-x))
 
 
-def _truth_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(g) · u (Shazeer, "GLU Variants Improve Transformer", 2020); silu(g) may be stored."""
-    return stored(_truth_silu(gate)) * up
-
-
 def _one(source: TensorSource, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
 
@@ -828,10 +777,10 @@ ACTIVATIONS = (
         cases_of(_one),
     ),
     Operator("silu", lambda x: functional.silu(x), _truth_silu, cases_of(_one)),
-    Operator(
+    Operator(  # Shazeer, "GLU Variants Improve Transformer", 2020; silu(g) may be stored
         "swiglu",
         lambda gate, up: functional.silu(gate) * up,
-        _truth_swiglu,
+        lambda gate, up: stored(_truth_silu(gate)) * up,
         cases_of(_gate_and_up),
         implementations={
             "torch_npu": lambda gate, up: _npu("swiglu")(torch.cat([gate, up], -1), dim=-1),
@@ -879,14 +828,6 @@ def _truth_argmax(x: Tensor) -> Tensor:
     return torch.where(largest, places, x.shape[-1]).amin(-1)
 
 
-def _choose(source: TensorSource, shape: Shape) -> Arguments:
-    return {"x": source.main("x", shape), "k": _K}
-
-
-def _route(source: TensorSource, shape: Shape) -> Arguments:
-    return {"logits": source.main("x", shape), "k": _K}
-
-
 def _npu_moe_gating(logits: Tensor, k: int) -> Any:
     weights, experts, _ = _npu("moe_gating_top_k_softmax")(logits, None, k)
     return weights / weights.sum(-1, keepdim=True), experts.long()
@@ -902,11 +843,6 @@ _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
 
-def _truth_embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """y_t = W[id_t]."""
-    return weight[ids]
-
-
 def _rows(source: TensorSource, shape: Shape) -> Arguments:
     tokens, rows, width = shape
     return {
@@ -915,17 +851,11 @@ def _rows(source: TensorSource, shape: Shape) -> Arguments:
     }
 
 
-def _truth_sum(x: Tensor) -> Tensor:
-    """Σ_i x_i."""
+def _sum(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
-def _truth_mean(x: Tensor) -> Tensor:
-    """Σ_i x_i / n."""
-    return x.sum(-1) / x.shape[-1]
-
-
-def _truth_cumsum(x: Tensor) -> Tensor:
+def _cumsum(x: Tensor) -> Tensor:
     """y_j = Σ_(i <= j) x_i."""
     return x.cumsum(-1)
 
@@ -944,14 +874,22 @@ REDUCTIONS = (
         "topk",
         lambda x, k: torch.topk(x, k, dim=-1),
         _truth_topk,
-        cases_of(_choose, _VOCABULARY, _CHOICE_PLAN),
+        cases_of(
+            lambda source, shape: {"x": source.main("x", shape), "k": _K},
+            _VOCABULARY,
+            _CHOICE_PLAN,
+        ),
         scores=lambda x, k: x,
     ),
     Operator(
         "moe_gating",
         _run_moe_gating,
         _truth_moe_gating,
-        cases_of(_route, _EXPERTS, _CHOICE_PLAN),
+        cases_of(
+            lambda source, shape: {"logits": source.main("x", shape), "k": _K},
+            _EXPERTS,
+            _CHOICE_PLAN,
+        ),
         scores=lambda logits, k: _truth_softmax(logits),
         implementations={"torch_npu": _npu_moe_gating},
     ),
@@ -964,7 +902,7 @@ REDUCTIONS = (
     Operator(
         "embedding",
         lambda ids, weight: functional.embedding(ids, weight),
-        _truth_embedding,
+        lambda ids, weight: weight[ids],
         cases_of(
             _rows,
             {"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
@@ -976,9 +914,9 @@ REDUCTIONS = (
             },
         ),
     ),
-    Operator("sum", lambda x: x.sum(-1), _truth_sum, _sum_cases),
-    Operator("mean", lambda x: x.mean(-1), _truth_mean, _sum_cases),
-    Operator("cumsum", lambda x: x.cumsum(-1), _truth_cumsum, _sum_cases),
+    Operator("sum", _sum, _sum, _sum_cases),
+    Operator("mean", lambda x: x.mean(-1), lambda x: _sum(x) / x.shape[-1], _sum_cases),
+    Operator("cumsum", _cumsum, _cumsum, _sum_cases),
 )
 
 # Quantisation to int8 and to 8-bit floats, and the linear layer on int8 codes.
@@ -996,22 +934,10 @@ REDUCTIONS = (
 _LOW, _HIGH = -128, 127
 
 
-def _run_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    scaled = x.float() * scale.float() + offset.float()
-    return torch.round(scaled).clamp(_LOW, _HIGH).to(torch.int8)
-
-
 def _truth_quantize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """y = round(x · scale + offset), to int8 (the formula of Ascend's quantize operator). scale
     and offset hold one number, or one for each channel of the last axis."""
     return torch.round(x * scale + offset).clamp(_LOW, _HIGH).to(torch.int8)
-
-
-def _run_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = x.float() if smooth is None else x.float() * smooth.float()
-    scale = wide.abs().amax(-1) / _HIGH
-    codes = torch.round(wide / torch.where(scale == 0, 1.0, scale)[..., None])
-    return codes.clamp(_LOW, _HIGH).to(torch.int8), scale
 
 
 def _truth_dynamic_quant(x: Tensor, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -1093,11 +1019,8 @@ def _per_tensor(source: TensorSource, shape: Shape) -> Arguments:
 
 def _per_channel(source: TensorSource, shape: Shape) -> Arguments:
     scale = source.plain("scale", shape[-1:], scale=4.0, mean=32.0)
-    return {
-        "x": source.main("x", shape),
-        "scale": scale,
-        "offset": source.plain("offset", shape[-1:], scale=8.0),
-    }
+    offset = source.plain("offset", shape[-1:], scale=8.0)
+    return {"x": source.main("x", shape), "scale": scale, "offset": offset}
 
 
 def _quantize_cases() -> Iterator[OperatorCase]:
@@ -1112,26 +1035,19 @@ def _quantize_cases() -> Iterator[OperatorCase]:
     yield from cases_of(_per_channel, plan=few, suffix="per_channel")()
 
 
-def _dynamic(source: TensorSource, shape: Shape) -> Arguments:
-    return {"x": source.main("x", shape), "smooth": None}
-
-
-def _smoothed(source: TensorSource, shape: Shape) -> Arguments:
-    smooth = source.plain("smooth", shape[-1:], scale=0.125, mean=1.0)
-    return {"x": source.main("x", shape), "smooth": smooth}
-
-
-def _zero_row(source: TensorSource, shape: Shape) -> Arguments:
-    x = source.main("x", shape)
-    x[2] = 0.0
-    return {"x": x, "smooth": None}
+def _dynamic(source: TensorSource, shape: Shape, kind: str = "") -> Arguments:
+    x, smooth = source.main("x", shape), None
+    if kind == "smooth":
+        smooth = source.plain("smooth", shape[-1:], scale=0.125, mean=1.0)
+    elif kind == "zero_row":
+        x[2] = 0.0
+    return {"x": x, "smooth": smooth}
 
 
 def _dynamic_cases() -> Iterator[OperatorCase]:
-    plan = {**PLAN, "odd": "normal outliers equal"}
-    yield from cases_of(_dynamic, plan=plan)()
-    yield from cases_of(_smoothed, plan={"odd": "normal"}, suffix="smooth")()
-    yield from cases_of(_zero_row, plan={"odd": "normal"}, suffix="zero_row")()
+    yield from cases_of(_dynamic, plan={**PLAN, "odd": "normal outliers equal"})()
+    for kind in ("smooth", "zero_row"):
+        yield from cases_of(partial(_dynamic, kind=kind), plan={"odd": "normal"}, suffix=kind)()
 
 
 def _w8a8_inputs(source: TensorSource, shape: Shape) -> Arguments:
@@ -1182,7 +1098,7 @@ def _npu_quant_matmul(
 QUANTIZATION = (
     Operator(
         "quantize",
-        _run_quantize,
+        lambda x, scale, offset: _truth_quantize(x.float(), scale.float(), offset.float()),
         _truth_quantize,
         _quantize_cases,
         implementations={
@@ -1193,7 +1109,9 @@ QUANTIZATION = (
     ),
     Operator(
         "dynamic_quant",
-        _run_dynamic_quant,
+        lambda x, smooth: _truth_dynamic_quant(
+            x.float(), None if smooth is None else smooth.float()
+        ),
         _truth_dynamic_quant,
         _dynamic_cases,
         implementations={

@@ -9,8 +9,8 @@ import torch
 import divergence
 from divergence.domains.probe.additions import (
     Arithmetic,
-    linear,
     replay,
+    summing,
 )
 from divergence.errors import RunExistsError, UsageError
 from tests.models.trees import tree_of_parents
@@ -53,7 +53,7 @@ def test_a_claimed_order_can_be_checked_from_the_run_alone(probed):
     assert tree.partials == fact.numbers["partials"]
     cells = read("tree-0:out.cells").bool()
     fused = None if fact.numbers["rounded_products"] else "first"
-    operator = linear(128, torch.float32)
+    operator = summing("linear", 128, torch.float32)
     for kind in ("plain", "zero"):
         leaves, partner = read(f"{kind}:in"), read(f"{kind}:in.partner")
         again = replay(operator, tree, Arithmetic(fused=fused), leaves, partner)

@@ -109,10 +109,6 @@ def _ids(value: Any) -> list[int] | None:
     return [number for number in ids if number is not None] if ids and None not in ids else None
 
 
-def _ids_of(tokens: list[Token]) -> list[int] | None:
-    return _ids([token.id for token in tokens])
-
-
 def _with_top(own: Token, listed: Iterable[Token]) -> Token:
     """The token with those that are ``listed`` at its place, the likeliest first."""
     return replace(
@@ -221,7 +217,7 @@ def sglang_answer(response: dict[str, Any]) -> ServerAnswer:
         text=str(response.get("text") or ""),
         tokens=rows("output_token_logprobs"),
         prompt=prompt,
-        prompt_ids=_ids_of(prompt),
+        prompt_ids=_ids([token.id for token in prompt]),
         num_prompt=_id(meta.get("prompt_tokens")),
     )
 
@@ -253,7 +249,7 @@ def tgi_answer(response: dict[str, Any]) -> ServerAnswer:
         text=str(response.get("generated_text") or ""),
         tokens=tokens,
         prompt=prompt,
-        prompt_ids=_ids_of(prompt),
+        prompt_ids=_ids([token.id for token in prompt]),
         num_prompt=len(prompt) or None,
     )
 

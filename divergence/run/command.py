@@ -83,19 +83,9 @@ def command(
     )
 
 
-def command_line(
-    name: str,
-    *operands: object,
-    ranks: int | None = None,
-    note: Fact | str = "",
-    by_hand: bool = False,
-    pair: tuple[str, object, object] | None = None,
-    **options: Value,
-) -> str:
-    """``command``, ready for a shell."""
-    return command(
-        name, *operands, ranks=ranks, note=note, by_hand=by_hand, pair=pair, **options
-    ).text
+def command_line(name: str, *operands: object, **options: Any) -> str:
+    """``command`` of the same arguments, ready for a shell."""
+    return command(name, *operands, **options).text
 
 
 def command_words(name: str, *operands: object, **options: Value) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -239,9 +240,7 @@ def _may_be_padding(record: Record, manifest: Manifest) -> bool:
         return True
     if record.step > 0 or record.positions is not None:
         return False
-    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
-    samples = [manifest.tokens.samples[number] for number in group]
-    return any(sample.num_left_pad or sample.num_right_pad for sample in samples)
+    return manifest.tokens.pads(record.sample) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,21 +398,6 @@ def _changed(name: str, where: str) -> RunFormatError:
     )
 
 
-def check_digest(store: Store, manifest: Manifest, name: str, digest: str | None = None) -> None:
-    """Holds a file of records against the digest that the run was closed with. ``digest``: its own,
-    where it was read already. Raises RunFormatError."""
-    wanted = manifest.record_digests.get(name)
-    if wanted is None:
-        return
-    if digest is None:
-        hasher = xxhash.xxh3_128()
-        for _ in portions(store, name, hasher):
-            pass
-        digest = hasher.hexdigest()
-    if digest != wanted:
-        raise _changed(name, store.where(name))
-
-
 def _broken_manifest(manifest: Manifest) -> str | None:
     """Say what a manifest breaks that its type cannot say, or None: above all, the groups must
     divide the samples into batches."""
@@ -442,21 +426,6 @@ def _broken_manifest(manifest: Manifest) -> str | None:
     if manifest.model.dtype not in FORMATS:
         return f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
     return None
-
-
-def _lines(store: Store, name: str) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines with their ends; never holds more than the limit of one line."""
-    with store.open(name) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise RunFormatError(
-                    f"line {number} is longer than {MAX_LINE_BYTES} bytes",
-                    where=store.where(name),
-                    hint="a record takes some 500 bytes; the file is damaged",
-                )
-            yield number, line
 
 
 def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
@@ -489,61 +458,72 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     name = records_name(rank)
     if not manifest.complete and not store.has(name):
         return [], False
+    num_axes = None if manifest.mesh is None else len(manifest.mesh.axes)
+    check = RecordCheck({group[0] for group in manifest.tokens.groups}, num_axes, rank)
     hasher = xxhash.xxh3_128()
-    sound = _sound_records(store, name, manifest, rank, hasher)
-    if sound is not None:
-        check_digest(store, manifest, name, hasher.hexdigest())
-        return sound, False
-    check = record_check(manifest)
-    check.rank = rank
-    decoder, strict = msgspec.json.Decoder(Record), msgspec.json.Decoder(StrictRecord)
-    records: list[Record] = []
-    seen: dict[tuple[str, int, int, str, int], int] = {}
-    for number, line in _lines(store, name):
-        where = f"{store.where(name)}, line {number}"
-        try:
-            strict.decode(line)
-            record = decoder.decode(line)
-        except BROKEN_JSON as error:
-            # killed while appending: the line never counted
-            is_open = not manifest.complete and name not in manifest.record_digests
-            if is_open and not line.endswith(b"\n"):
-                return records, True
-            raise RunFormatError(
-                f"broken record: {error}",
-                where=where,
-                hint=f"copy {name} again; docs/dump-format.md describes every key",
-            ) from error
-        problem = check.broken(record) or check.misplaced(record)
-        if problem is not None:
-            raise RunFormatError(f"broken record: {problem}", where=where)
-        identity = (*record.coordinates, record.rank)
-        if identity in seen:
-            raise RunFormatError(
-                f"line {number} repeats line {seen[identity]}: {name_of(record)}", where=where
-            )
-        seen[identity] = number
-        records.append(record)
-    check_digest(store, manifest, name)
+    records = _sound_records(store, name, check, hasher)
+    if records is None:  # line by line, to say what is wrong
+        hasher = xxhash.xxh3_128()
+        records, torn = _checked_records(store, name, manifest, check, hasher)
+        if torn:
+            return records, True
+    if manifest.record_digests.get(name) not in (None, hasher.hexdigest()):
+        raise _changed(name, store.where(name))
     return records, False
 
 
-def record_check(manifest: Manifest) -> RecordCheck:
-    """The check of the run's records; set its ``rank`` before each file."""
-    mesh = manifest.mesh
-    first_samples = {group[0] for group in manifest.tokens.groups}
-    return RecordCheck(first_samples, None if mesh is None else len(mesh.axes))
+def _checked_records(
+    store: Store, name: str, manifest: Manifest, check: RecordCheck, hasher: xxhash.xxh3_128
+) -> tuple[list[Record], bool]:
+    """All records of a file, and whether the last line was cut off. Raises RunFormatError for the
+    first line that is not sound. ``hasher`` is fed with the file."""
+    decoder, strict = msgspec.json.Decoder(Record), msgspec.json.Decoder(StrictRecord)
+    records: list[Record] = []
+    seen: dict[tuple[str, int, int, str, int], int] = {}
+    with store.open(name) as file:
+        lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
+            where = f"{store.where(name)}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise RunFormatError(
+                    f"line {number} is longer than {MAX_LINE_BYTES} bytes",
+                    where=store.where(name),
+                    hint="a record takes some 500 bytes; the file is damaged",
+                )
+            hasher.update(line)
+            try:
+                strict.decode(line)
+                record = decoder.decode(line)
+            except BROKEN_JSON as error:
+                # killed while appending: the line never counted
+                is_open = not manifest.complete and name not in manifest.record_digests
+                if is_open and not line.endswith(b"\n"):
+                    return records, True
+                raise RunFormatError(
+                    f"broken record: {error}",
+                    where=where,
+                    hint=f"copy {name} again; docs/dump-format.md describes every key",
+                ) from error
+            problem = check.broken(record) or check.misplaced(record)
+            if problem is not None:
+                raise RunFormatError(f"broken record: {problem}", where=where)
+            identity = (*record.coordinates, record.rank)
+            if identity in seen:
+                raise RunFormatError(
+                    f"line {number} repeats line {seen[identity]}: {name_of(record)}", where=where
+                )
+            seen[identity] = number
+            records.append(record)
+    return records, False
 
 
 def _sound_records(
-    store: Store, name: str, manifest: Manifest, rank: int, hasher: xxhash.xxh3_128
+    store: Store, name: str, check: RecordCheck, hasher: xxhash.xxh3_128
 ) -> list[Record] | None:
     """All records of a file, many lines at a time; None where anything is wrong with one: reading
     line by line says what. ``hasher`` is fed with the file. Equal names and shapes are one object,
     which takes a third of the memory away."""
     records: list[Record] = []
-    check = record_check(manifest)
-    check.rank = rank
     decoder = msgspec.json.Decoder(Record)
     same: dict[object, Any] = {}
     put = msgspec.structs.force_setattr
@@ -563,7 +543,7 @@ def _sound_records(
                     if place.key == record.xxh3:
                         put(place, "key", record.xxh3)
             records += decoded
-    except UNSOUND:
+    except (*BROKEN_JSON, UnsoundError):
         return None
     identities = {(*record.coordinates, record.rank) for record in records}
     return records if len(identities) == len(records) else None
@@ -596,7 +576,6 @@ def portions(store: Store, name: str, hasher: xxhash.xxh3_128) -> Iterator[memor
 
 _PORTION_BYTES = 1 << 18
 """Some 500 records: few enough to stay in a core's cache."""
-UNSOUND = (*BROKEN_JSON, UnsoundError)
 
 
 def check_parts(records: Sequence[Record], shard_of: Callable[[Record, str], Shard]) -> None:

@@ -131,17 +131,14 @@ def combined(terms: Iterable[np.ndarray], how: str) -> np.ndarray:
     terms = iter(terms)
     first = next(terms)
     form = format_of(first.dtype)
+    choose = {"max": np.maximum, "min": np.minimum}.get(how, np.add)
     if form.kind != "float":
         if how == "mean":
             raise RunFormatError("whole numbers have no mean of their own dtype")
-        choose = {"max": np.maximum, "min": np.minimum}.get(how, np.add)
         return functools.reduce(choose, terms, first)
-    if how in ("max", "min"):
-        choose = np.maximum if how == "max" else np.minimum
-        return rounded(functools.reduce(choose, map(wide, terms), wide(first)), form)
     total, count = wide(first), 1
     for term in terms:
-        total, count = total + wide(term), count + 1
+        total, count = choose(total, wide(term)), count + 1
     return rounded(total / count if how == "mean" else total, form)
 
 
@@ -202,18 +199,9 @@ class RankDisagreement:
     of ``peers`` first.
     """
 
-    pass_: str
-    sample: int
-    step: int
-    site: str
-    order: int
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
     records: tuple[Record, ...]
-
-    @property
-    def coordinates(self) -> Coordinates:
-        return (self.pass_, self.sample, self.step, self.site)
 
 
 def unsharded(run: Run) -> Run:
@@ -294,8 +282,7 @@ class UnshardedRun(View):
 
     def _is_whole(self, record: Record) -> bool:
         """Is it of this view? By value: a record may have been sent by another process."""
-        record_kept = self._records.get(record.coordinates)
-        return record_kept is record or record_kept == record
+        return self._records.get(record.coordinates) == record
 
     def stored(self, record: Record) -> Iterable[Record]:
         """The records on disk that make it."""
@@ -371,17 +358,11 @@ class UnshardedRun(View):
             agreed[place] = best[0]
             if len(versions) > 1:
                 odd = [v for v in versions.values() if v is not best]
-                first = best[0]
                 self.disagreements.append(
                     RankDisagreement(
-                        pass_=first.pass_,
-                        sample=first.sample,
-                        step=first.step,
-                        site=first.site,
-                        order=first.order,
                         ranks=tuple(sorted(record.rank for v in odd for record in v)),
                         peers=tuple(record.rank for record in best),
-                        records=(first, *(v[0] for v in odd)),
+                        records=(best[0], *(v[0] for v in odd)),
                     )
                 )
         return agreed

@@ -375,41 +375,25 @@ class RecordCheck:
     whose file it is. That no two records have the same coordinates is left to whoever has them all.
     """
 
-    def __init__(self, first_samples: set[int], num_axes: int | None) -> None:
-        self._first_samples, self._num_axes = first_samples, num_axes
-        self.rank = 0
+    def __init__(self, first_samples: set[int], num_axes: int | None, rank: int) -> None:
+        self._first_samples, self._num_axes, self._rank = first_samples, num_axes, rank
         self._sites: set[str] = set()
         self._kinds: set[tuple[str, tuple[int, ...]]] = set()
 
     def all(self, records: Sequence[Record]) -> None:
         """Checks records, at least one. Raises UnsoundError where one is not sound."""
         # by columns: record by record it takes as long as decoding them
-        (
-            _,
-            samples,
-            _,
-            sites,
-            _,
-            shapes,
-            dtypes,
-            _,
-            places,
-            xxh3s,
-            folds,
-            _,
-            _,
-            positions,
-            _,
-            placements,
-            *_,
-        ) = zip(*map(msgspec.structs.astuple, records), strict=True)
-        new_sites = set(sites) - self._sites
-        new_kinds = set(zip(dtypes, shapes, strict=True)) - self._kinds
+        columns = zip(*map(msgspec.structs.astuple, records), strict=True)
+        by_name = dict(zip(Record.__struct_fields__, columns, strict=True))
+        placements, positions = by_name["placement"], by_name["positions"]
+        new_sites = set(by_name["site"]) - self._sites
+        new_kinds = set(zip(by_name["dtype"], by_name["shape"], strict=True)) - self._kinds
+        kept = zip(by_name["xxh3"], by_name["place"], strict=True)
         sound = (
-            self._first_samples.issuperset(samples)
-            and _are_digests(xxh3s)
-            and _are_digests(folds)
-            and all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            self._first_samples.issuperset(by_name["sample"])
+            and _are_digests(by_name["xxh3"])
+            and _are_digests(by_name["fold"])
+            and all(place is None for digest, place in kept if digest is None)
             and all(map(_SITE.fullmatch, new_sites))
         )
         if self._num_axes is not None or placements.count(None) < len(placements):
@@ -444,8 +428,8 @@ class RecordCheck:
         """Say why a record does not fit the mesh or this file, or None."""
         if self._num_axes is None:
             return None if record.placement is None else "a placement in a run without a mesh"
-        if record.rank != self.rank:
-            return f"a record of rank {record.rank} in {records_name(self.rank)}"
+        if record.rank != self._rank:
+            return f"a record of rank {record.rank} in {records_name(self._rank)}"
         if record.placement is not None and len(record.placement) != self._num_axes:
             return f"a placement on {len(record.placement)} axes; the mesh has {self._num_axes}"
         return None

@@ -500,14 +500,13 @@ class Ranges:
         """Start to fetch a range; called with the lock held."""
         fetched = self._kept.pop(span, None)
         if fetched is None:
-            name, begin, end = span
+            _, begin, end = span
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
             fetched = _Fetched(_room(end - begin))
             for first in range(begin, end, SPAN_BYTES):
                 last = min(first + SPAN_BYTES, end)
-                part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
-                fetched.parts.append(part)
+                fetched.parts.append(self._pool.submit(self._fill, fetched.data, span, first, last))
         self._kept[span] = fetched
         while len(self._kept) > 1 and self.num_bytes > self._budget_bytes:
             del self._kept[next(iter(self._kept))]
@@ -518,10 +517,8 @@ class Ranges:
         """Count the bytes of all that is kept."""
         return sum(end - begin for _, begin, end in self._kept)
 
-    def _fill(
-        self, data: bytearray | mmap.mmap, name: str, base: int, begin: int, end: int
-    ) -> None:
-        data[begin - base : end - base] = self._fetch(name, begin, end)
+    def _fill(self, data: bytearray | mmap.mmap, span: Range, begin: int, end: int) -> None:
+        data[begin - span[1] : end - span[1]] = self._fetch(span[0], begin, end)
 
 
 def _room(num_bytes: int) -> bytearray | mmap.mmap:
@@ -611,9 +608,6 @@ class _RemoteBlob(Blob):
     def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
         self.name, self.size = shown, size
         self._ranges, self._key, self._offset = ranges, key, offset
-
-    def read(self, begin: int, num_bytes: int) -> bytes:
-        return bytes(self.view(begin, num_bytes))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         end = min(begin + num_bytes, self.size)

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from divergence.errors import DumpError, RunFormatError, UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import FORMATS
 from divergence.run.record import (
     COMMON_SHARD_DTYPES,
@@ -166,7 +166,7 @@ class Blob:
 
     def read(self, begin: int, num_bytes: int) -> bytes:
         """Copies a part; shorter at the end."""
-        raise NotImplementedError
+        return bytes(self.view(begin, num_bytes))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         """A part as a writable buffer that must not be written to; shorter where it was cut."""
@@ -234,9 +234,6 @@ class MemoryBlob(Blob):
     def __init__(self, name: str, data: memoryview) -> None:
         self.name, self.size = name, len(data)
         self._data = data
-
-    def read(self, begin: int, num_bytes: int) -> bytes:
-        return bytes(self.view(begin, num_bytes))
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         return self._data[begin : begin + max(num_bytes, 0)]
@@ -709,15 +706,8 @@ class Entry(msgspec.Struct, gc=False):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-_UNSAID = Entry()
-
-
-class _HeaderEntry(msgspec.Struct):
-    """Holds what a safetensors header says of one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+_HEADER = msgspec.json.Decoder(dict[str, Entry])
+"""What is not said of an entry takes its default."""
 
 
 class Headers:
@@ -812,7 +802,7 @@ def write_shard(path: Path, pieces: Mapping[str, ShardEntry]) -> None:
     for key, piece in ordered:
         code, end = COMMON_SHARD_DTYPES.get(piece.dtype), offset + piece.data.nbytes
         shape = piece.shape if code else (piece.data.nbytes,)
-        header[key] = _HeaderEntry(code or "U8", shape, (offset, end))
+        header[key] = Entry(code or "U8", shape, (offset, end))
         offset = end
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
@@ -848,70 +838,43 @@ def _read_header(blob: Blob) -> tuple[dict[str, Entry], int]:
             text += blob.read(len(head), 8 + length - len(head))
     except OSError as error:
         raise damaged(f"cannot be read ({error.strerror or error})") from error
-    entries = _quick_entries(text, size - 8 - length)
-    return entries or _entries(text, size - 8 - length, damaged), 8 + length
-
-
-def _quick_entries(text: bytes, num_bytes: int) -> dict[str, Entry]:
-    """The entries of a sound header whose tensors lie in the order in which it names them. Empty
-    for any other."""
-    try:
-        entries = _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    entries.pop("__metadata__", None)
-    every = entries.values()
-    offsets = [offset for entry in every for offset in entry.data_offsets]
-    sound = (
-        all(map(operator.le, offsets, offsets[1:]))  # so that none overlap
-        and all([entry.dtype and entry.shape is not _UNSAID.shape for entry in every])
-        and (not offsets or (offsets[0] >= 0 and offsets[-1] <= num_bytes))
-    )
-    if not sound:
-        return {}
-    same: dict[object, Any] = {}
-    for entry in every:  # equal ones are one object: a third of what an entry takes
-        entry.dtype = same.setdefault(entry.dtype, entry.dtype)
-        entry.shape = same.setdefault(entry.shape, entry.shape)
-    return entries
-
-
-_DECODER = msgspec.json.Decoder(dict[str, Entry])
-"""What is not said of an entry takes its default."""
+    return _entries(text, size - 8 - length, damaged), 8 + length
 
 
 def _entries(
     text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
 ) -> dict[str, Entry]:
-    """The entries one by one: what is wrong with one is named."""
-    from divergence.outside import json_value  # of a damaged header alone
-
+    """The entries of a header: all lie in ``num_bytes``, and none over another."""
     try:
-        header = json_value(text, where="header")
-    except DumpError as error:
-        raise damaged(f"header is not JSON ({error.message})") from error
-    if not isinstance(header, dict):
-        raise damaged("header is not a JSON object")
-    header.pop("__metadata__", None)
-    entries: dict[str, Entry] = {}
-    for key, value in header.items():
         try:
-            its = msgspec.convert(value, _HeaderEntry)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            raise damaged(f"entry {key!r} is malformed: {error}") from error
-        entry = Entry(its.dtype, its.shape, its.data_offsets)
-        begin, end = its.data_offsets
-        if entry.num_bytes < 0 or begin < 0:
-            raise damaged(f"entry {key!r} has negative offsets")
-        if end > num_bytes:
-            missing = end - num_bytes
-            raise damaged(f"tensor {key} is cut off, {missing} bytes are missing (truncated file)")
-        entries[key] = entry
-    last_end, last_key = 0, ""
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        if begin < end and begin < last_end:
-            raise damaged(f"tensors {last_key} and {key} overlap")
-        if begin < end:
-            last_end, last_key = end, key
+            entries = _HEADER.decode(text)
+        except msgspec.ValidationError:  # other writers note anything in __metadata__
+            parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            parts.pop("__metadata__", None)
+            entries = {key: msgspec.json.decode(part, type=Entry) for key, part in parts.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise damaged(f"header is malformed: {error}") from error
+    entries.pop("__metadata__", None)
+    offsets = [offset for entry in entries.values() for offset in entry.data_offsets]
+    in_order = all(map(operator.le, offsets, offsets[1:]))  # as nearly always
+    if not in_order or (offsets and not 0 <= offsets[0] <= offsets[-1] <= num_bytes):
+        last_end, last_key = 0, ""
+        for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            begin, end = entry.data_offsets
+            if not 0 <= begin <= end:
+                raise damaged(f"entry {key!r} has negative offsets")
+            if end > num_bytes:
+                what = f"tensor {key} is cut off, {end - num_bytes} bytes are missing"
+                raise damaged(f"{what} (truncated file)")
+            if begin < min(end, last_end):
+                raise damaged(f"tensors {last_key} and {key} overlap")
+            if begin < end:
+                last_end, last_key = end, key
+    same: dict[object, Any] = {}
+    for key, entry in entries.items():
+        if not entry.dtype or -1 in entry.shape:
+            raise damaged(f"entry {key!r} is malformed")
+        # equal ones are one object: a third of what an entry takes
+        entry.dtype = same.setdefault(entry.dtype, entry.dtype)
+        entry.shape = same.setdefault(entry.shape, entry.shape)
     return entries

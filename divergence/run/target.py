@@ -20,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.outside import lines as read_lines
 from divergence.run.captured import ShardEntry
@@ -70,10 +68,7 @@ class DirectoryTarget:
         lines = path / records_name(rank)
         if lines.exists():  # of an earlier run, on a disk that is not the first rank's
             if not force:
-                raise RunExistsError(
-                    f"{lines} exists already",
-                    hint="choose another directory with -o, or pass --force to replace it",
-                )
+                raise _there_already(lines, "directory")
             lines.unlink()
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
@@ -94,8 +89,9 @@ class DirectoryTarget:
                 self._records.truncate(before)
             raise
 
-    def replace_manifest(self, text: bytes) -> None:
-        """Stores manifest.json: a reader meets the old or the new one, never a part."""
+    def replace_manifest(self, text: bytes, *, complete: bool) -> None:
+        """Stores manifest.json: a reader meets the old or the new one, never a part. ``complete``:
+        it says that it is the last one of a whole run."""
         with _beside(self.place / (MANIFEST + ".tmp"), self.place / MANIFEST) as temporary:
             temporary.write_bytes(text)
 
@@ -109,6 +105,13 @@ class DirectoryTarget:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _there_already(place: Location, kind: str) -> RunExistsError:
+    return RunExistsError(
+        f"{place} exists already",
+        hint=f"choose another {kind} with -o, or pass --force to replace it",
+    )
 
 
 def check_directory(path: Path, *, force: bool) -> None:
@@ -155,10 +158,7 @@ def _check_contents(path: Path, *, force: bool) -> None:
     if not names or (TENSORS in names and all(_holds_nothing(path / name) for name in names)):
         return  # nothing, or what a capture that was killed at once leaves
     if not force:
-        raise RunExistsError(
-            f"{path} exists already",
-            hint="choose another directory with -o, or pass --force to replace it",
-        )
+        raise _there_already(path, "directory")
     other = sorted(name for name in names if not is_run_name(name))
     if not other and TENSORS in names:
         other = _foreign_tensors(path)
@@ -423,10 +423,7 @@ def check_archive(place: Location, *, force: bool) -> None:
     if is_free:
         return
     if not force:
-        raise RunExistsError(
-            f"{place} exists already",
-            hint="choose another name with -o, or pass --force to replace it",
-        )
+        raise _there_already(place, "name")
     try:
         open_store(place).close()
     except RunFormatError as error:
@@ -587,12 +584,6 @@ def partial_of(place: Location) -> Path:
     return place.with_name(place.name + ".partial")
 
 
-class _End(msgspec.Struct):
-    """Holds what of a manifest says that it is the last one."""
-
-    complete: bool
-
-
 class ArchiveTarget(DirectoryTarget):
     """The target for a name that ends in .tar or .zip: gathered in a directory, packed at the end.
 
@@ -607,9 +598,9 @@ class ArchiveTarget(DirectoryTarget):
         self._archive, self._packs = place, rank == 0  # when all ranks have written
         self._complete = False
 
-    def replace_manifest(self, text: bytes) -> None:
-        super().replace_manifest(text)
-        self._complete = msgspec.json.decode(text, type=_End).complete
+    def replace_manifest(self, text: bytes, *, complete: bool) -> None:
+        super().replace_manifest(text, complete=complete)
+        self._complete = complete
 
     def close(self) -> None:
         super().close()
@@ -682,10 +673,10 @@ class RemoteTarget:
         if due and (self._lines is None or self._lines.done()):
             self._send_lines_soon()
 
-    def replace_manifest(self, text: bytes) -> None:
+    def replace_manifest(self, text: bytes, *, complete: bool) -> None:
         with self._manifest_lock:
             self._waiting_manifest = text
-        if MANIFEST not in self._sizes or msgspec.json.decode(text, type=_End).complete:
+        if MANIFEST not in self._sizes or complete:
             self._put_manifest()  # the first, and the last of a whole run; else with the next lines
 
     def flush(self) -> Url:
@@ -775,10 +766,7 @@ def _checked(remote: Remote, *, force: bool) -> dict[str, Object]:
     if "" in there:
         raise RunExistsError(f"{place} exists and is an object", hint="choose another -o")
     if not force:
-        raise RunExistsError(
-            f"{place} exists already",
-            hint="choose another place with -o, or pass --force to replace it",
-        )
+        raise _there_already(place, "place")
     files = [name for name in there if name == MANIFEST or is_records_name(name)]
     other = [name for name in there if name not in files and not re.match(SHARD_PATTERN, name)]
     if other or not files:

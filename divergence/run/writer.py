@@ -531,7 +531,7 @@ class RunWriter:
             plain = _printable(msgspec.to_builtins(self.manifest))
             text = msgspec.convert(plain, Manifest).encode()
         try:
-            self._target.replace_manifest(text)
+            self._target.replace_manifest(text, complete=self.manifest.complete)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -635,10 +635,8 @@ class RunWriter:
         items = list({id(entry[0]): entry[0] for entry in batch}.values())
         slots = [item.slot for item in items]  # held until all is done
         if self._reducer is not None:
-            sums = [
-                entry[0] for entry in batch if entry[2] in ("floor", INPUTS)
-            ]  # kept as they are
-            whole = {id(item) for item in sums}
+            whole = {id(entry[0]) for entry in batch if entry[2] in ("floor", INPUTS)}
+            sums = [item for item in items if id(item) in whole]  # kept as they are
             rest = [item for item in items if id(item) not in whole]
             # a sketch's own bytes are queued like those of a tensor
             items = [*self._reducer.take(rest, self._pending.add), *sums]

@@ -126,7 +126,7 @@ def test_the_odd_replica_is_named(ranks):
     odd[0, 0, 0] = torch.nextafter(odd[0, 0, 0], torch.tensor(9.0))
     run = ranks({"tp": 4}, {r: (odd if r == 0 else WHOLE, ("replicate",)) for r in range(4)})
     (found,) = run.disagreements
-    assert (found.ranks, found.peers, found.site) == ((0,), (1, 2, 3), "m:out")
+    assert (found.ranks, found.peers, found.records[0].site) == ((0,), (1, 2, 3), "m:out")
     assert torch.equal(only(run), WHOLE)
     assert torch.equal(run.read(found.records[1]), odd)
 

@@ -50,16 +50,18 @@ def find(measured: Measured) -> AnalysisResult:
         pairs = {getattr(p, side).record.coordinates: p for p in measured.alignment.pairs}
         copied = {r.coordinates for r in run.run.records if "replicate" in (r.placement or ())}
         first: dict[str, ReplicaDiff] = {}
-        for each in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
-            if each.pass_ not in first:
-                pair = pairs.get(each.coordinates)
-                first[each.pass_] = _measured(side, run, other, each, pair, measured.thresholds)
+        differing = [(each.records[0], each) for each in run.disagreements]
+        differing.sort(key=lambda both: (both[0].sample, both[0].step, both[0].order))
+        for own, each in differing:
+            if own.pass_ not in first:
+                pair = pairs.get(own.coordinates)
+                first[own.pass_] = _measured(side, run, other, each, pair, measured.thresholds)
         checks.append(
             ReplicaCheck(
                 side=side,
                 mesh=run.manifest.processes,
                 num_tensors=len(copied),
-                num_different=len({each.coordinates for each in run.disagreements}),
+                num_different=len({own.coordinates for own, _ in differing}),
                 first=list(first.values()),
             )
         )
@@ -102,10 +104,10 @@ def _measured(
         size = max(_rel_l2(versions[0], odd) for odd in versions[1:])
     return ReplicaDiff(
         side=side,
-        pass_=disagreement.pass_,
-        sample=disagreement.sample,
-        step=disagreement.step,
-        site=disagreement.site,
+        pass_=records[0].pass_,
+        sample=records[0].sample,
+        step=records[0].step,
+        site=records[0].site,
         ranks=ranks,
         peers=peers,
         told_by=told_by,

@@ -64,7 +64,6 @@ from divergence.run.writer import RunWriter
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 """What one forward is given: its only argument, all of them, or named ones."""
-_APPLY = ("sites", "label")
 _AGAIN = contextvars.ContextVar("again", default=False)
 """Is an anchored forward under way? What it calls is no step of another recording."""
 
@@ -454,12 +453,23 @@ def capture_inputs(
     inputs: Sequence[Inputs] | None,
     *,
     out: str | Path,
-    sites: str | Sequence[str],
-    label: str | None,
+    like: object,
+    options: CaptureOptions,
     force: bool,
 ) -> Run:
     """The run of ``module``, one step for each of ``inputs``. Raises what ``record`` raises, and
-    UsageError for inputs that are none."""
+    UsageError for inputs that are none, and for options that a module alone cannot follow."""
+    given = ["like"] if like is not None else []
+    given += [
+        name
+        for name, value in vars(options).items()
+        if value != getattr(CaptureOptions(), name) and name not in ("sites", "label")
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a module is run as it is, on its inputs",
+            hint="inputs, out, sites, label and force apply; capture(PATH, ...) takes all others",
+        )
     if not isinstance(module, torch.nn.Module):
         raise UsageError(
             f"inputs are for a torch.nn.Module, and the model is {type(module).__name__}",
@@ -471,25 +481,11 @@ def capture_inputs(
             hint="capture(module, inputs=[x], out=...); a tuple holds several arguments, a dict "
             "named ones",
         )
-    with record(module, out=out, sites=sites, label=label, force=force) as recording:
-        for given in inputs:
-            if isinstance(given, Mapping):
-                recording.step(**given)
+    sites = options.sites or ("modules",)
+    with record(module, out=out, sites=sites, label=options.label, force=force) as recording:
+        for values in inputs:
+            if isinstance(values, Mapping):
+                recording.step(**values)
             else:
-                recording.step(*(given if isinstance(given, tuple) else (given,)))
+                recording.step(*(values if isinstance(values, tuple) else (values,)))
     return Run.open(out)
-
-
-def refuse_beside_inputs(options: CaptureOptions, like: object) -> None:
-    """Raise UsageError where an option was given that a module alone cannot follow."""
-    given = ["like"] if like is not None else []
-    given += [
-        name
-        for name, value in vars(options).items()
-        if value != getattr(CaptureOptions(), name) and name not in _APPLY
-    ]
-    if given:
-        raise UsageError(
-            f"{', '.join(given)}: a module is run as it is, on its inputs",
-            hint="inputs, out, sites, label and force apply; capture(PATH, ...) takes all others",
-        )

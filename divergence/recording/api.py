@@ -42,7 +42,7 @@ from divergence.options.commands import (
     ungrouped,
 )
 from divergence.options.option import fields_of, given_fields, recorded_in
-from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
+from divergence.recording.any_module import Inputs, capture_inputs
 from divergence.recording.cases import (
     CaseRequest,
     capture_cases,
@@ -50,8 +50,7 @@ from divergence.recording.cases import (
     suite_meant,
     truth_of_cases,
 )
-from divergence.recording.code import note_other_numbers
-from divergence.recording.compiled import CompiledWatch
+from divergence.recording.code import CompiledWatch, note_other_numbers
 from divergence.recording.engines.engine import (
     DEFAULT,
     GroupResult,
@@ -184,38 +183,14 @@ def capture(
     ``like``), RunExistsError and RunWriteError, and TypeError for a name that there is none of.
     Whatever interrupts it, a readable run is left behind.
     """
-    groups: dict[str, Any] = {
-        "loading": loading,
-        "batching": batching,
-        "recording": recording,
-        "machine": machine,
-        "cases": cases,
-        **{name: more.pop(name) for name in GROUPS if name in more},
-    }
+    given = locals()
+    del given["more"]
+    groups = {name: given.pop(name) for name in [*given] if name in GROUPS}
+    groups |= {name: more.pop(name) for name in GROUPS if name in more}
     if more:  # by the names of earlier versions
         moved = renamed("capture", more, beside=inspect.signature(capture).parameters)
         warnings.warn(moved, RenamedWarning, stacklevel=2)
-    return make_run(
-        model,
-        out=out,
-        inputs=inputs,
-        like=like,
-        force=force,
-        command=command,
-        progress=progress,
-        prepare=prepare,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        device=device,
-        attn_implementation=attn_implementation,
-        engine=engine,
-        sites=sites,
-        store=store,
-        truth=truth,
-        seed=seed,
-        **{**ungrouped(groups), **more},
-    )
+    return make_run(**{**given, **ungrouped(groups), **more})
 
 
 def _with_groups(function: Callable[..., Run]) -> inspect.Signature:
@@ -279,9 +254,7 @@ def make_run(
                 needed = fields[source.option].words
                 raise UsageError(f"{field.option.names[0]} needs {needed}")
     if inputs is not None or not isinstance(model, str | Path | None):
-        refuse_beside_inputs(options, like)
-        sites = options.sites or ("modules",)
-        return capture_inputs(model, inputs, out=out, sites=sites, label=options.label, force=force)
+        return capture_inputs(model, inputs, out=out, like=like, options=options, force=force)
     like = None if like is None else Run.open(like)
     if (suite := suite_meant(model, like)) is not None:
         return capture_cases(

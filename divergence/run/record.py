@@ -151,14 +151,11 @@ _SAID = "plain JSON, or an object of one key that stands for what JSON has no wo
 Json = Annotated[object, msgspec.Meta(extra_json_schema={"description": _SAID})]
 
 
-class Operand(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """A part of a line, strict. (No cycles, so nothing for the garbage collector.)"""
+
+
+class Operand(_Line, frozen=True, kw_only=True):
     """One tensor argument of a call."""
 
     site: str | None = None
@@ -185,14 +182,7 @@ class Operand(
     """The views that were taken of the origin, in order."""
 
 
-class Call(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class Call(_Line, frozen=True, kw_only=True):
     """One operator as it was run, with its arguments."""
 
     operator: str
@@ -292,21 +282,14 @@ class Apart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Relative to the first tensor's norm, less what its digits leave open."""
 
 
-class Record(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    gc=False,
-):
+class Record(_Line, frozen=True, kw_only=True):
     """One captured tensor.
 
     At least one of ``xxh3`` and ``fold`` is set, but where another tool kept statistics alone.
     """
 
     # The patterns of site and digests are checked many at a time (RecordCheck): one by one they
-    # cost as much as all the rest. No cycles, so nothing for the garbage collector (gc=False).
+    # cost as much as all the rest.
 
     pass_: PassName = msgspec.field(name="pass")
     sample: Count
@@ -356,7 +339,7 @@ class Record(
         return self.numel * format_named(self.dtype).itemsize
 
 
-class StrictRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+class StrictRecord(Record, frozen=True, kw_only=True):
     """A record with its patterns, for the message that says which one a line breaks."""
 
     site: Annotated[str, msgspec.Meta(pattern=SITE_PATTERN + _AT_END)]

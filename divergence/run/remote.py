@@ -258,7 +258,7 @@ class Remote:
         def once() -> bytes:
             data: bytes = self._fs.cat_file(self._path(name), start=begin, end=end)
             if len(data) != end - begin:
-                raise _Short(f"{len(data)} of {end - begin} bytes came")
+                raise OSError(f"{len(data)} of {end - begin} bytes came")
             return data
 
         try:
@@ -323,10 +323,6 @@ class Remote:
                     ) from error
                 time.sleep(FIRST_PAUSE_S * 3 ** (attempt - 1))
         raise AssertionError("unreachable")
-
-
-class _Short(OSError):
-    """Fewer bytes than were asked for."""
 
 
 def _open(url: Url, refused: type[RunError]) -> tuple[Any, str]:

@@ -14,6 +14,7 @@ and nan; a nan beside an id is what the source itself said.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,15 +229,8 @@ def lm_eval_requests(item: Any, where: str) -> Iterator[tuple[str, str, float | 
             raise DumpError("a request is context and continuation", where=where)
         while isinstance(answer, list) and answer and isinstance(answer[0], list):
             answer = answer[0]
-        yield str(words[0]), str(words[1]), _log_likelihood(answer)
-
-
-def _log_likelihood(answer: Any) -> float | None:
-    """Read the number of ``[log-likelihood, is greedy]``, whose parts are written as text."""
-    if not isinstance(answer, list) or len(answer) != 2:
-        return None
-    try:
-        value = float(answer[0])
-    except (TypeError, ValueError):
-        return None
-    return None if math.isnan(value) else value
+        value = math.nan
+        if isinstance(answer, list) and len(answer) == 2:  # [log-likelihood, is greedy], as text
+            with contextlib.suppress(TypeError, ValueError):
+                value = float(answer[0])
+        yield str(words[0]), str(words[1]), None if math.isnan(value) else value

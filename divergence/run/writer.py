@@ -580,8 +580,17 @@ class RunWriter:
     # The background thread, from here on.
 
     def _work(self) -> None:
+        import torch
+
         try:
-            _use_one_thread()
+            # torch's operators use this thread alone here. OpenMP gives each thread that runs a
+            # parallel operator its own team, and two teams on the same cores cost the model more
+            # than the work itself: a capture of sketches on two cores took 1.24 instead of 1.34
+            # times the bare model's time. (``torch.set_num_threads`` would also tell MKL, which has
+            # one number for all threads.)
+            torch.get_num_threads()  # first: torch sets a new thread's number when it is needed
+            with contextlib.suppress(AttributeError, OSError, TypeError):  # without OpenMP
+                ctypes.CDLL(None).omp_set_num_threads(1)
             set_device(self._device)
         except Exception as error:
             self._failure = error
@@ -701,21 +710,6 @@ class RunWriter:
     def _flush(self) -> None:
         self._last_flush = time.monotonic()
         self._pending.write(self._target, self.manifest.sizes)
-
-
-def _use_one_thread() -> None:
-    """torch's operators on the calling thread use that thread alone; other threads are unchanged.
-
-    OpenMP gives each thread that runs a parallel operator its own team, and two teams on the same
-    cores cost the model more than the work itself: a capture of sketches on two cores took 1.24
-    instead of 1.34 times the bare model's time. (``torch.set_num_threads`` would also tell MKL,
-    which has one number for all threads.)
-    """
-    import torch
-
-    torch.get_num_threads()  # first: torch sets a new thread's number when it is first needed
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # without OpenMP
-        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 def _printable(value: Any) -> Any:

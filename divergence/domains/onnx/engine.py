@@ -1120,7 +1120,7 @@ class OnnxSession(TorchSession):
 
     name: ClassVar[str] = "onnx"
     has_cache: ClassVar[bool] = False
-    lacks: ClassVar[Mapping[Feature, str]] = {
+    lacks: Mapping[Feature, str] = {
         "escalate": "its kernels compute in the graph's own dtype",
         "whole": "each of its steps is a whole forward already",
         "pads_right": "its graph gives the logits of the last position",
@@ -1190,7 +1190,7 @@ class OnnxSession(TorchSession):
 
 
 class _WithoutBlocks(OnnxSession):
-    lacks: ClassVar[Mapping[Feature, str]] = {
+    lacks: Mapping[Feature, str] = {
         **OnnxSession.lacks,
         "anchor": "the file does not tell the blocks of its model",
     }

@@ -822,7 +822,7 @@ class VllmSession(TorchSession):
 
     name: ClassVar[str] = "vllm"
     makes_forwards: ClassVar[bool] = False
-    lacks: ClassVar[Mapping[Feature, str]] = {
+    lacks: Mapping[Feature, str] = {
         "operators": "its kernels are its own",
         "escalate": "its kernels are made for the model's own dtype",
         "pads_right": "its prompts are not padded",

@@ -17,7 +17,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.outside import Budget, json_value, read_as, read_bytes
-from divergence.run.tensor_files import tensors_of
+from divergence.run.foreign import tensors_of
 
 _ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _MOST_PARTS = 10_000

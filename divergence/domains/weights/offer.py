@@ -46,7 +46,7 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
 
 def _stored(model: ModelIdentity) -> dict[str, torch.Tensor]:
     """Tensors of the safetensors files of a directory, mapped; of no pipe and no device."""
-    from divergence.run.tensor_files import tensors_of
+    from divergence.run.foreign import tensors_of
 
     budget = Budget()
     tensors: dict[str, torch.Tensor] = {}

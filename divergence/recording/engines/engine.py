@@ -432,10 +432,10 @@ class GroupStep:
 
 class Session(Protocol):
     """A loaded model, ready to run. What it records it gives to the recorder that it made. A class
-    that inherits from this protocol, or from ``sessions.TorchSession``, has the defaults below."""
+    that inherits from this protocol, as ``sessions.TorchSession`` does, has the defaults below."""
 
     loaded: LoadedModel
-    lacks: Mapping[Feature, str]
+    lacks: Mapping[Feature, str] = {}
     """What this engine cannot do, each with the reason in a few words."""
     makes_forwards: ClassVar[bool] = False
     """Can it be told to go without a cache, to feed a prompt in chunks, and to run backward?"""
@@ -454,6 +454,7 @@ class Session(Protocol):
     ) -> None:
         """Called first, once the tokens are known: what of the model depends on them. ``like``: of
         the run that is repeated."""
+        return None
 
     def notes(self) -> dict[str, ModuleNote]:
         """The modules that sites may name, by path in the names of transformers; class and role."""
@@ -499,6 +500,7 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Called once, whatever happened: lets processes and memory go."""
+        return None
 
 
 class Engine(Protocol):

@@ -15,9 +15,8 @@ import transformers
 from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.engine import (
     EngineOptions,
-    Feature,
     GroupResult,
-    GroupStep,
+    Session,
     check_ids,
     run_group,
 )
@@ -28,11 +27,9 @@ from divergence.recording.structure import describe_modules
 from divergence.run.manifest import (
     EngineNote,
     EngineValue,
-    Manifest,
     ModelIdentity,
     ModuleNote,
     SampleTokens,
-    StepPrecision,
 )
 from divergence.run.site import did_you_mean, escape_path
 
@@ -68,26 +65,17 @@ def about_bytes(
     return total
 
 
-class TorchSession:
+class TorchSession(Session):
     """A ``torch.nn.Module`` of transformers' kind in this process."""
 
-    lacks: ClassVar[Mapping[Feature, str]] = {}
     name: ClassVar[str] = "transformers"
     makes_forwards: ClassVar[bool] = True
-    has_cache: ClassVar[bool] = True
-    step: GroupStep = GroupStep()
-    precision: StepPrecision | None = None
 
     def __init__(
         self, loaded: LoadedModel, options: Mapping[str, EngineValue] | None = None
     ) -> None:
         self.loaded = loaded
         self.options = dict(options or {})
-
-    def settle(
-        self, samples: Sequence[SampleTokens], forced: list[list[int]] | None, like: Manifest | None
-    ) -> None:
-        return None
 
     def notes(self) -> dict[str, ModuleNote]:
         return describe_modules(self.loaded.structure)
@@ -114,17 +102,10 @@ class TorchSession:
         *,
         max_new_tokens: int,
         forced: list[list[int]] | None = None,
-        num_logits: int | None = None,
-        given: Mapping[str, torch.Tensor] | None = None,
+        **more: Any,
     ) -> GroupResult:
-        return run_group(
-            self.loaded,
-            samples,
-            max_new_tokens=max_new_tokens,
-            forced=forced,
-            num_logits=num_logits,
-            given=given,
-        )
+        loaded, count = self.loaded, max_new_tokens
+        return run_group(loaded, samples, max_new_tokens=count, forced=forced, **more)
 
     def note(self) -> EngineNote:
         adapter = self.loaded.adapter
@@ -133,9 +114,6 @@ class TorchSession:
 
     def version(self) -> str:
         return transformers.__version__
-
-    def close(self) -> None:
-        return None
 
 
 class TransformersEngine:

@@ -463,7 +463,7 @@ def refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", TENSORS)
 def test_files_of_tensors(name, tmp_path, refused, monkeypatch):
     """A file of tensors is refused by its name, alone and in a folder."""
-    monkeypatch.setattr("divergence.run.tensor_files._MAX_STEPS", 100_000)
+    monkeypatch.setattr("divergence.run.foreign._MAX_STEPS", 100_000)
     make, words = TENSORS[name]
     (tmp_path / "dump").mkdir()
     make(tmp_path / "dump" / name)

@@ -608,13 +608,20 @@ def _run_paged(*, scale: float, **paged: Tensor) -> Tensor:
     return torch.stack(results)
 
 
-def _truth_paged(*, scale: float, **paged: Tensor) -> Tensor:
+def _truth_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
     """Attention of query b over its context_lens[b] first cached tokens; see attend."""
     results = []
-    for query, key, value in _gathered(**paged):
+    for row, key, value in _gathered(query, key_cache, value_cache, block_tables, context_lens):
         # (N, H) → (G, N/G, H): the heads that read one key-value head are its queries
-        queries = query.reshape(len(key), -1, query.shape[-1])
-        results.append(attend(queries, key, value, None, scale).reshape(query.shape[0], -1))
+        queries = row.reshape(len(key), -1, row.shape[-1])
+        results.append(attend(queries, key, value, None, scale).reshape(row.shape[0], -1))
     return torch.stack(results)
 
 

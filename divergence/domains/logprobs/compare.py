@@ -28,7 +28,13 @@ from divergence.comparison.result import (
     VerdictKind,
 )
 from divergence.domains.logprobs.hypotheses import MOST, Hypothesis, bounded, explained
-from divergence.domains.logprobs.pairs import PromptPair, facts_of, pair_runs, prompt_line
+from divergence.domains.logprobs.pairs import (
+    PromptPair,
+    facts_of,
+    pair_runs,
+    prompt_line,
+    values_at,
+)
 from divergence.domains.logprobs.pairs import Sequence as Text
 from divergence.domains.logprobs.pattern import (
     FAULT,
@@ -111,16 +117,12 @@ def texts_of(pairs: Sequence[PromptPair]) -> TwoSample | None:
         return None
     tables = []
     for group in groups.values():
-        answers = [
-            [_answer(row.reference) for row in group],
-            [_answer(row.candidate) for row in group],
-        ]
+        answers = [[_answer(getattr(pair, side)) for pair in group] for side in SIDES]
         width = max(len(answer) for side in answers for answer in side)
         if width:  # (n, width); below all ids behind the ends
-            filled = [
-                [[*answer, *[-9] * (width - len(answer))] for answer in side] for side in answers
-            ]
-            tables.append((np.array(filled[0], np.int64), np.array(filled[1], np.int64)))
+            rows = ([answer + [-9] * (width - len(answer)) for answer in side] for side in answers)
+            reference, candidate = (np.array(side, np.int64) for side in rows)
+            tables.append((reference, candidate))
     return two_sample(tables)
 
 
@@ -141,28 +143,26 @@ def drawn_finding(
     if texts is None or texts.p_value is None:
         few = fact("logprobs.few_drawn", num_answers=0 if texts is None else texts.num_answers)
         more = check("answers", False, fact("logprobs.more_answers"))
-        undetermined = finding_of("undetermined", few, more)
+        drawn = finding_of("undetermined", few, more)
     else:
         test, share = fact("logprobs.test", **asdict(texts)), texts.smallest_share
         if texts.p_value <= LEVEL:
             other = fact("logprobs.other_distribution", test=test)
             blur = check("scale", False, fact("logprobs.texts_blur_cause"))
-            undetermined = finding_of("systematic", other, blur)
+            drawn = finding_of("systematic", other, blur)
         else:
             same = fact("logprobs.no_difference", test=test, share=share)
             power = check("scale", False, fact("logprobs.power_of_test"))
-            undetermined = finding_of(
-                "undetermined" if share is None else "within_floor", same, power
-            )
+            drawn = finding_of("undetermined" if share is None else "within_floor", same, power)
     if texts is not None and sides:
         repeats = fact("logprobs.repeats", side=common_side(sides))
-        if len(sides) == 1 and undetermined.kind == "systematic":
+        if len(sides) == 1 and drawn.kind == "systematic":
             ignores = fact("logprobs.ignores_temperature", repeats=repeats)
-            undetermined = replace(undetermined, headline=[*undetermined.headline, ignores])
+            drawn = replace(drawn, headline=[*drawn.headline, ignores])
         else:
             not_drawn = fact("logprobs.not_drawn", repeats=repeats)
-            undetermined = finding_of("undetermined", not_drawn, check("told", False, repeats))
-    return replace(undetermined, evidence=[*undetermined.evidence, *finding.evidence])
+            drawn = finding_of("undetermined", not_drawn, check("told", False, repeats))
+    return replace(drawn, evidence=finding.evidence)
 
 
 def _repeats(pairs: Sequence[PromptPair], side: Side) -> bool:
@@ -252,10 +252,9 @@ def _choices(run: Run) -> _Choices:
     for record in run.records if blocks else ():
         path, _, port = record.site.rpartition(":")
         chosen = record.pass_ == "free" and path.endswith(".experts") and port.startswith("in.")
+        chosen = chosen and format_named(record.dtype).kind != "float" and run.has_bytes(record)
         block = next((b for b in blocks if module_of(record.site).startswith(b + ".")), None)
-        if not chosen or block is None or format_named(record.dtype).kind == "float":
-            continue
-        if not run.has_bytes(record):
+        if not chosen or block is None:
             continue
         group = run.manifest.tokens.group_of(record.sample) or [record.sample]
         ids = run.array(record)
@@ -349,16 +348,13 @@ def joined(finding: Finding, layers: LogprobLayers) -> Finding:
     """``finding`` with what the layers say: the block, where they show the same difference."""
     if layers.share is None:
         return finding
-    elsewhere = layers.share < MOST
+    share, elsewhere = layers.share, layers.share < MOST
     what = [fact("logprobs.not_in_layers")] if elsewhere else layers.headline
-    shown = fact(
-        "logprobs.layers_show", share=layers.share, num_tokens=layers.num_tokens, what=what
-    )
+    shown = fact("logprobs.layers_show", share=share, num_tokens=layers.num_tokens, what=what)
     headline = finding.headline
     differs = finding.kind not in ("identical", "within_floor")
     if layers.block is not None and differs and not elsewhere:
-        explain = fact("logprobs.layers_explain", module=layers.block, share=layers.share)
-        headline = [*headline, explain]
+        headline = [*headline, fact("logprobs.layers_explain", module=layers.block, share=share)]
     return replace(finding, headline=headline, evidence=[shown, *finding.evidence])
 
 
@@ -413,10 +409,7 @@ def measure(
         if not len(delta):
             continue
         size = np.abs(delta)
-        rows = {place: (row_a, other) for place, row_a, other in pair.rows}
-        both = np.array([rows[int(place)] for place in places])
-        p = np.exp(pair.reference.logprobs[both[:, 0]])
-        q = np.exp(pair.candidate.logprobs[both[:, 1]])
+        p, q = np.exp(values_at(pair, places))
         sequences.append(
             LogprobSequence(
                 sample=pair.sample,
@@ -484,12 +477,9 @@ def _delta(pairs: Sequence[PromptPair]) -> LogprobDelta | None:
 
 
 def _perplexity(pairs: Sequence[PromptPair]) -> LogprobPerplexity | None:
-    rows = [
-        (pair.reference.logprobs[row_a], pair.candidate.logprobs[other])
-        for pair in pairs
-        for _, row_a, other in pair.rows
-    ]
-    following = following_of(*np.array(rows, np.float64).reshape(-1, 2).T)
+    places = [np.array([place for place, *_ in pair.rows], np.int64) for pair in pairs]
+    both = [values_at(*each) for each in zip(pairs, places, strict=True)]
+    following = following_of(*np.concatenate([np.empty((2, 0)), *both], axis=1))
     if following is None or following.num_tokens < 2:
         return None
     figures = {**asdict(following), "reference": following.base, "candidate": following.other}
@@ -531,26 +521,18 @@ def _divergence(pairs: Sequence[PromptPair]) -> LogprobDivergence | None:
 
 def _flip(pair: PromptPair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
     assert pair.parting is not None and pair.tokens is not None
-    place, row_a, other = pair.parting
-    token_a, token_b = pair.tokens
-    gaps = [
-        _gap(side, row, first, second)
-        for side, row, first, second in (
-            (pair.reference, row_a, token_a, token_b),
-            (pair.candidate, other, token_b, token_a),
-        )
-    ]
-    chosen = [
-        TokenChoice(
-            id=token,
-            text=run.manifest.tokens.texts.get(str(token)),
-            logprob=math.nan if row is None else float(side.logprobs[row]),
-        )
-        for run, side, row, token in (
-            (a, pair.reference, row_a, token_a),
-            (b, pair.candidate, other, token_b),
-        )
-    ]
+    place, *rows = pair.parting
+    tokens = zip(pair.tokens, reversed(pair.tokens), strict=True)
+    sides = zip((a, b), (pair.reference, pair.candidate), rows, tokens, strict=True)
+    chosen, gaps = [], []
+    for run, side, row, (token, other) in sides:
+        logprob = math.nan if row is None else float(side.logprobs[row])
+        text = run.manifest.tokens.texts.get(str(token))
+        chosen.append(TokenChoice(id=token, text=text, logprob=logprob))
+        # log p of its own token less that of the other's, as far as the side's list tells
+        listed = None if row is None else side.distribution(row)
+        own, others = (None if listed is None else listed.of(id_) for id_ in (token, other))
+        gaps.append(None if own is None or others is None else own - others)
     return LogprobFlip(
         sample=pair.sample,
         position=place,
@@ -580,22 +562,12 @@ def _judgement(
     return "tie" if measured and max(beyond) <= TIE * scale.value else None
 
 
-def _gap(side: Text, row: int | None, first: int, second: int) -> float | None:
-    """log p of the first less that of the second, as far as the side's list tells."""
-    if row is None:
-        return None
-    distribution = side.distribution(row)
-    first_log, second_log = distribution.of(first), distribution.of(second)
-    return None if first_log is None or second_log is None else first_log - second_log
-
-
 def _rollout(pairs: Sequence[PromptPair], side: Side) -> dict[str, float]:
     """Measure the answers' tokens alone."""
     sides: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for pair in pairs:
-        rows = [row[1:] for row in pair.rows if row[0] >= pair.answer_begins]
-        numbers, other = np.array(rows, np.int64).reshape(-1, 2).T
-        both = np.stack([pair.reference.logprobs[numbers], pair.candidate.logprobs[other]])
+        answer = [place for place, *_ in pair.rows if place >= pair.answer_begins]
+        both = values_at(pair, np.array(answer, np.int64))
         for values, finite in zip(sides, both[:, np.isfinite(both).all(0)], strict=True):
             values.append(finite)
     return rollout_metrics(*(sides if side == "reference" else sides[::-1]))
@@ -637,23 +609,15 @@ def find(
         nonfinite = fact("logprobs.nonfinite", num_tokens=sum(odd), side=nan_side)
         finding = Finding(claim="logprobs", kind="nonfinite", side=nan_side, headline=[nonfinite])
     elif (named := result.hypothesis) is not None and hypothesis is not None:
-        rest = fact(
-            "logprobs.remain",
-            mean=named.rest,
-            within=named.rest <= scale.value,
-            explained=scale.value,
-            source=scale.source,
-        )
+        bound: dict[str, Any] = {"explained": scale.value, "source": scale.source}
+        within = named.rest <= scale.value
+        rest = fact("logprobs.remain", mean=named.rest, within=within, **bound)
         finding = finding_of("systematic", [hypothesis.what, rest])
     elif likelier:
         side, num = SIDES[likelier[0] == "candidate"], result.num_not_likeliest[likelier[0]]
         headline = fact("logprobs.not_likeliest", side=side, num_times=num)
-        finding = Finding(
-            claim="logprobs",
-            kind="systematic",
-            side=side,
-            headline=[headline, fact("logprobs.choice_moved")],
-        )
+        moved = [headline, fact("logprobs.choice_moved")]
+        finding = Finding(claim="logprobs", kind="systematic", side=side, headline=moved)
     else:
         finding = _pattern_finding(result, pairs, pattern, scale, whole=whole, experts=experts)
     facts = list(finding.evidence)
@@ -724,14 +688,9 @@ def _pattern_finding(
     few_tokens = fact("logprobs.odd_tokens", **odd, num_tokens=delta.num_tokens if delta else 0)
     rerouted = fact("logprobs.rerouted", known=bool(experts))
     if (expert := result.expert) is not None and expert.mean_abs > scale.value:
-        guilty = fact(
-            "logprobs.expert",
-            num_tokens=expert.num_tokens,
-            expert=expert.expert,
-            module=expert.block,
-            mean=expert.mean_abs,
-            rest=expert.rest_abs,
-        )
+        sizes: dict[str, Any] = {"mean": expert.mean_abs, "rest": expert.rest_abs}
+        which: dict[str, Any] = {"num_tokens": expert.num_tokens, "expert": expert.expert}
+        guilty = fact("logprobs.expert", module=expert.block, **which, **sizes)
         place = _onset((expert.sample, expert.position), expert.block)
         return finding_of("localized", guilty, prompts, onset=place)
     match pattern.name:
@@ -751,30 +710,18 @@ def _pattern_finding(
             alone = check("measured", False, fact("logprobs.texts_alone"))
             return finding_of("undetermined", texts, alone)
         case "few":
-            few = fact(
-                "logprobs.too_few_prompts",
-                **explained,
-                far=pattern.far,
-                num_prompts=pattern.shift.num_prompts,
-            )
+            num = pattern.shift.num_prompts
+            few = fact("logprobs.too_few_prompts", **explained, far=pattern.far, num_prompts=num)
             return finding_of("undetermined", few, prompts)
         case "sequences":
             num_beyond = beyond_of(pairs, scale)[0] - len(pattern.odd)
-            stand_out = fact(
-                "logprobs.odd_prompts",
-                **odd,
-                num_prompts=result.num_sequences,
-                samples=[sample for sample, _ in pattern.odd],
-                num_beyond=num_beyond if num_beyond > 0 else None,
-            )
+            odd["samples"] = [sample for sample, _ in pattern.odd]
+            odd["num_beyond"] = num_beyond if num_beyond > 0 else None
+            stand_out = fact("logprobs.odd_prompts", **odd, num_prompts=result.num_sequences)
             return finding_of("localized", stand_out, prompts, onset=_onset(pattern.odd[0]))
         case "places":
-            at = fact(
-                "logprobs.odd_places",
-                places=pattern.places,
-                last=pattern.places == [-1],
-                rest=pattern.rest,
-            )
+            places, rest = pattern.places, pattern.rest
+            at = fact("logprobs.odd_places", places=places, last=places == [-1], rest=rest)
             return finding_of("localized", at, prompts, dense, onset=_onset(pattern.odd[0]))
         case "positions" if experts is False:
             return finding_of("localized", few_tokens, prompts, onset=_onset(pattern.odd[0]))
@@ -847,18 +794,10 @@ def _pattern_finding(
         if doubt.lacking is not None
         for item in doubt.lacking["doubts"] or ()
     )
-    return finding_of(
-        "undetermined" if in_size else "within_floor",
-        headline,
-        *(
-            []
-            if scale_known.state == "met" and "scale" in {doubt.name for doubt in doubts}
-            else [scale_known]
-        ),
-        *doubts,
-        prompts,
-        covered,
-    )
+    if scale_known.state != "met" or "scale" not in {doubt.name for doubt in doubts}:
+        doubts.insert(0, scale_known)
+    kind: VerdictKind = "undetermined" if in_size else "within_floor"
+    return finding_of(kind, headline, *doubts, prompts, covered)
 
 
 def _flip_finding(
@@ -938,11 +877,8 @@ def report_on(
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking:
         line = blocking[0]
-        what = line.details or [
-            fact("logprobs.against", reference=line.reference, candidate=line.candidate)
-        ]
-        if line.detail:
-            what = [plain(line.detail)]
+        against = fact("logprobs.against", reference=line.reference, candidate=line.candidate)
+        what = [plain(line.detail)] if line.detail else line.details or [against]
         finding = Finding(
             claim="other_experiment",
             kind="incomparable",

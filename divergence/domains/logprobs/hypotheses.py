@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from divergence.comparison.judge import limit_of
-from divergence.domains.logprobs.pairs import Distribution, PromptPair, values_of
+from divergence.domains.logprobs.pairs import Distribution, PromptPair, values_at
 from divergence.facts import Fact, fact
 from divergence.words import SIDES
 
@@ -109,6 +109,11 @@ class _Tokens:
     lists: dict[int, tuple[Distribution, Distribution]] = field(default_factory=dict)
     """Both sides' of some tokens."""
 
+    def at(self, some: np.ndarray) -> _Tokens:
+        """Those of a mask (N,), without lists."""
+        columns = self.rows[:, some], self.values[:, some]
+        return _Tokens(self.pairs, self.prompt[some], self.place[some], *columns)
+
     def token(self, n: int, step: int = 0) -> int:
         """The id that stands there, or ``step`` places behind; -1 where none does."""
         ids, place = self.pairs[self.prompt[n]].reference.ids, int(self.place[n]) + step
@@ -120,31 +125,21 @@ def explained(pairs: Sequence[PromptPair]) -> Hypothesis | None:
     tokens, else of the answers alone, since an engine scores prompts in another way."""
     rows = [(number, *row) for number, pair in enumerate(pairs) for row in pair.rows]
     prompt, place, *both = np.array(rows, np.int64).reshape(-1, 4).T
-    values = (
-        np.array(
-            [
-                [pairs[n].reference.logprobs[row_a], pairs[n].candidate.logprobs[other]]
-                for n, _, row_a, other in rows
-            ]
-        )
-        .reshape(-1, 2)
-        .T
-    )
-    finite = np.isfinite(values).all(0)
+    logs = [
+        (pairs[n].reference.logprobs[row_a], pairs[n].candidate.logprobs[other])
+        for n, _, row_a, other in rows
+    ]
+    values = np.array(logs).reshape(-1, 2).T
+    finite = np.isfinite(values[0]) & np.isfinite(values[1])
     if finite.sum() < LEAST_TOKENS or (values[0] == values[1])[finite].all():
         return None
-    tokens = _Tokens(
-        pairs, prompt[finite], place[finite], np.stack(both)[:, finite], values[:, finite]
-    )
+    tokens = _Tokens(pairs, prompt, place, np.stack(both), values).at(finite)
     if (fitted := _fitted(tokens)) is not None:
         return fitted
     own = tokens.place >= np.array([pair.answer_begins for pair in pairs])[tokens.prompt]
     if own.all() or own.sum() < LEAST_TOKENS:
         return None
-    answers = _Tokens(
-        pairs, tokens.prompt[own], tokens.place[own], tokens.rows[:, own], tokens.values[:, own]
-    )
-    if (fitted := _fitted(answers)) is None:
+    if (fitted := _fitted(tokens.at(own))) is None:
         return None
     rest = np.diff(tokens.values[:, ~own], axis=0)[0]
     before, after = (np.append(part, rest) for part in (fitted.before, fitted.after))
@@ -188,35 +183,28 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
     if all(abs(abs(math.log(factor)) - size) >= _SAME_FACTOR for size in bases):
         yield scaled
     for wide, side in enumerate(SIDES[::-1]):
-        listed = {n: lists[wide].log for n, lists in tokens.lists.items()}
+        listed = {n: lists[wide].log for n, lists in sorted(tokens.lists.items())}
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
-        listed = {
-            n: log
+        whole = [
+            (n, log)
             for n, log in listed.items()
             if len(log) > 1 and abs(np.exp(log).sum() - 1) < _TAIL
-        }
-        at = np.array(sorted(listed), np.int64)
-        if len(at) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
+        ]
+        if len(whole) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
             continue
-        logs = [listed[int(n)] for n in at]
+        at, logs = np.array([n for n, _ in whole]), [log for _, log in whole]
         source, target = tokens.values[wide, at], tokens.values[1 - wide, at]
-        if ratio is None:
-            scale = _scale_of(logs, source, target)
-        else:
-            scale = ratio if wide == 0 else 1 / ratio
+        scale = ratio or _scale_of(logs, source, target)
+        if ratio is not None and wide:
+            scale = 1 / ratio
         for exponent in [1.0] + [scale] * (abs(scale - 1) >= _OTHER):
             norms = np.array([_normaliser(log, exponent) for log in logs])
             before = exponent * source - norms
-            values: dict[str, Any] = {
-                "temperature": 1 / exponent,
-                "num_tokens": len(at),
-                "side": side,
-            }
+            values: dict[str, Any] = {"num_tokens": len(at), "side": side}
+            values["temperature"] = 1 / exponent
             # a temperature alone is told of B, whichever side's lists tell it
-            of_b = values | {
-                "side": "candidate",
-                "temperature": exponent if wide else 1 / exponent,
-            }
+            inverse = exponent if wide else 1 / exponent
+            of_b = values | {"side": "candidate", "temperature": inverse}
             what = fact("logprobs.temperature", rule=None, value=None, **of_b)
             alone = Hypothesis(what, target - source, target - before)
             if exponent != 1:
@@ -235,14 +223,13 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
                     fits |= both.left <= _LEAVES
                     yield both
     if ratio is not None and not fits:
-        what = fact(
-            "logprobs.temperature",
-            temperature=1 / ratio,
-            num_tokens=len(x),
-            rule=None,
-            value=None,
-            side="candidate",
-        )
+        fit: dict[str, Any] = {
+            "temperature": 1 / ratio,
+            "num_tokens": len(x),
+            "rule": None,
+            "value": None,
+        }
+        what = fact("logprobs.temperature", **fit, side="candidate")
         yield Hypothesis(what, y - x, y - ratio * x)
 
 
@@ -348,17 +335,20 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
         (int(p), int(at)): n
         for n, (p, at) in enumerate(zip(tokens.prompt, tokens.place, strict=True))
     }
+
+    def moved(prompts: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """(N,) A's numbers of other tokens, nan where there is none."""
+        others = zip(prompts.tolist(), places.tolist(), strict=True)
+        rows = np.array([numbers.get(other, -1) for other in others])
+        return np.where(rows >= 0, x[rows], math.nan)
+
     for step in (-1, 1):
-        moved = [
-            numbers.get((int(p), int(at) + step), -1)
-            for p, at in zip(tokens.prompt, tokens.place, strict=True)
-        ]
-        other = np.where(np.array(moved) >= 0, x[moved], math.nan)
+        other = moved(tokens.prompt, tokens.place + step)
         yield Hypothesis(fact("logprobs.beside", step=step), y - x, y - other)
     # (P, L) of each side: from the answers' beginnings
     num = len(tokens.pairs)
-    begins = np.array([pair.answer_begins for pair in tokens.pairs])[tokens.prompt]
-    at = tokens.place - begins
+    begins = np.array([pair.answer_begins for pair in tokens.pairs])
+    at = tokens.place - begins[tokens.prompt]
     few = (at >= 0) & (at < _MOST_PLACES)
     if not 1 < num <= _MOST_PROMPTS or not few.any():
         return
@@ -374,16 +364,7 @@ def _places(tokens: _Tokens) -> Iterator[Hypothesis]:
     others = np.flatnonzero(order != np.arange(num))
     if len(others):
         rows = order[tokens.prompt]
-        other = np.array(
-            [
-                x[numbers[row, place]] if (row, place) in numbers else math.nan
-                for row, place in zip(
-                    rows.tolist(),
-                    (at + np.array([pair.answer_begins for pair in tokens.pairs])[rows]).tolist(),
-                    strict=True,
-                )
-            ]
-        )
+        other = moved(rows, at + begins[rows])
         first, other_first = others[0], order[others[0]]
         is_order = len(set(order.tolist())) == num
         what = fact(
@@ -445,7 +426,7 @@ def share_of_size(pairs: Sequence[PromptPair]) -> float:
     delta = np.concatenate([np.empty(0), *(pair.delta for pair in filled)])
     if len(delta) < LEAST_TOKENS:
         return 0.0
-    log_p = np.concatenate([values_of(pair)[0] for pair in filled])
+    log_p = np.concatenate([values_at(pair, pair.places)[0] for pair in filled])
     if not (delta.std() > 0 and log_p.std() > 0):
         return 0.0
     return float(np.corrcoef(delta, log_p)[0, 1]) ** 2
@@ -456,7 +437,7 @@ def _by_size(filled: Sequence[PromptPair]) -> Fact | None:
     share = share_of_size(filled)
     if share < MOST:
         return None
-    x, y = np.concatenate([values_of(pair) for pair in filled], axis=1)
+    x, y = np.concatenate([values_at(pair, pair.places) for pair in filled], axis=1)
     slope = float(np.cov(x, y)[0, 1] / x.var(ddof=1))
     if abs(slope - 1) < _OTHER or not _SCALES[0] <= slope <= _SCALES[1]:
         return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections import abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from divergence.comparison.result import PreflightLine, PreflightStatus
 from divergence.errors import RunFormatError, UsageError
 from divergence.facts import Fact, fact, sentence
 from divergence.numerics.arrays import wide
+from divergence.numerics.logits import log_softmax
 from divergence.run.command import command_line
 from divergence.run.contents import name_of
 from divergence.run.manifest import UNKNOWN, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.scores import BY_TEXT
 from divergence.run.site import LOGPROB_IDS_SITE, LOGPROBS_SITE
-from divergence.words import first_apart
+from divergence.words import SIDES, first_apart
 
 # What a run says of the tokens of its prompts: log-probabilities, whatever they come from.
 #
@@ -74,12 +75,8 @@ def sequences_of(run: Run) -> list[Sequence]:
     """One a prompt. Raises UsageError for a model's run that kept no logits."""
     if run.manifest.scores_alone:
         return [_recorded(run, number) for number in range(len(run.manifest.tokens.samples))]
-    site = run.manifest.plan.logits_site
-    records = (
-        []
-        if site is None
-        else [record for record in run.records if record.pass_ == "free" and record.site == site]
-    )
+    site = run.manifest.plan.logits_site  # None where a model has none
+    records = [record for record in run.records if (record.pass_, record.site) == ("free", site)]
     if not records or not all(map(run.has_bytes, records)):
         raise UsageError(
             f"{run.path} holds no logits, from which its log-probabilities would follow",
@@ -102,10 +99,7 @@ def sequences_of(run: Run) -> list[Sequence]:
             else:
                 at = row + (len(sample.prompt_ids) + step - 1 if step else 0)
             places[number][at + 1] = piece, row
-    return [
-        _sequence_at(run, reader, number, places_of_prompt)
-        for number, places_of_prompt in enumerate(places)
-    ]
+    return [_sequence_at(run, reader, number, rows) for number, rows in enumerate(places)]
 
 
 def _recorded(run: Run, number: int) -> Sequence:
@@ -116,13 +110,9 @@ def _recorded(run: Run, number: int) -> Sequence:
     # a nan beside a character was written by an earlier version, and nobody told it
     untold = facts_of(run).get("units") == "characters"
     if record is None or tokens is None or record.positions is None or untold:
-        empty = Distribution(np.empty(0, np.int64), np.empty(0))
+        empty, num = Distribution(np.empty(0, np.int64), np.empty(0)), len(sample.prompt_ids)
         return Sequence(
-            ids=ids,
-            num_prompt=len(sample.prompt_ids),
-            rows={},
-            logprobs=np.empty(0),
-            distribution=lambda row: empty,
+            ids=ids, num_prompt=num, rows={}, logprobs=empty.log, distribution=lambda row: empty
         )
     kinds = record.dtype, tokens.dtype
     fits = len(record.shape) == 3 and record.shape[0] == 1 and record.shape[2] > 0
@@ -156,15 +146,12 @@ def _sequence_at(run: Run, reader: Pieces, number: int, places: dict[int, tuple]
     ids = [*sample.prompt_ids, *sample.answer_ids]
     order = sorted(place for place in places if 0 < place < len(ids))
 
-    def log_softmax(place: int) -> np.ndarray:
+    def values_of(place: int) -> np.ndarray:
         piece, row = places[place]
-        logits = wide(reader.array(run, piece)[0, row])
-        top = logits.max()
-        log_probs: np.ndarray = logits - (top + math.log(np.exp(logits - top).sum()))
-        return log_probs
+        return log_softmax(reader.array(run, piece)[0, row])
 
     def distribution(row: int) -> Distribution:
-        values = log_softmax(order[row])
+        values = values_of(order[row])
         by_size = np.argsort(-values, kind="stable")
         return Distribution(by_size, values[by_size], whole=True)
 
@@ -172,7 +159,7 @@ def _sequence_at(run: Run, reader: Pieces, number: int, places: dict[int, tuple]
         ids=ids,
         num_prompt=num_prompt,
         rows={place: row for row, place in enumerate(order)},
-        logprobs=np.array([log_softmax(place)[ids[place]] for place in order]),
+        logprobs=np.array([values_of(place)[ids[place]] for place in order]),
         distribution=distribution,
     )
 
@@ -238,9 +225,8 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
             continue
         same = np.zeros(len(pair.places), bool)
         if np.array_equal(earlier.places[:shared], pair.places[:shared]):
-            same[:shared] = np.all(
-                values_of(earlier)[:, :shared] == values_of(pair)[:, :shared], axis=0
-            )
+            both = (values_at(side, side.places)[:, :shared] for side in (earlier, pair))
+            same[:shared] = np.equal(*both).all(axis=0)
         once[number] = replace(pair, delta=pair.delta[~same], places=pair.places[~same])
     engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
     # one engine lists the token that ends an answer, another does not
@@ -265,10 +251,10 @@ def pair_runs(a: Run, b: Run) -> list[PromptPair]:
     return [replace(pair, ended=is_ended(pair)) for pair in once]
 
 
-def values_of(pair: PromptPair) -> np.ndarray:
-    """(2, T): both sides' log-probabilities at ``places``."""
-    places = {int(place) for place in pair.places}
-    rows = [(numbers, other) for place, numbers, other in pair.rows if place in places]
+def values_at(pair: PromptPair, places: np.ndarray) -> np.ndarray:
+    """(2, T): both sides' log-probabilities at ``places`` of its rows, in order."""
+    wanted = set(places.tolist())
+    rows = [(numbers, other) for place, numbers, other in pair.rows if place in wanted]
     numbers, other = np.array(rows, np.int64).reshape(-1, 2).T
     return np.stack([pair.reference.logprobs[numbers], pair.candidate.logprobs[other]])
 
@@ -286,10 +272,9 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
             {number: text for number, text in texts.items() if _PIECE not in text}
             for texts in tables
         ]
-    table_a, table_b = sides
     return (
-        renumbered(table_a, tables[0], numbers, -1),
-        renumbered(table_b, tables[1], numbers, -2),
+        renumbered(sides[0], tables[0], numbers, -1),
+        renumbered(sides[1], tables[1], numbers, -2),
     )
 
 
@@ -384,15 +369,10 @@ def _other_prompts(
         least, most = sorted((a.num_prompt, b.num_prompt))
         if common < least or (common < most and not ended):
             few = slice(common, common + 4)
+            ids: dict[str, Any] = {"reference": a.ids[few], "candidate": b.ids[few]}
             yield (
                 ["-", "-"],
-                fact(
-                    "logprobs.other_tokens",
-                    sample=pair.sample,
-                    token=common,
-                    reference=a.ids[few],
-                    candidate=b.ids[few],
-                ),
+                fact("logprobs.other_tokens", sample=pair.sample, token=common, **ids),
             )
     for number, (sample_a, sample_b) in enumerate(zip(*samples, strict=True)):
         untold = not (sample_a.prompt_ids and sample_b.prompt_ids)
@@ -401,15 +381,8 @@ def _other_prompts(
     for number, lengths in enumerate(zip(*counts, strict=True)):
         if None not in lengths and lengths[0] != lengths[1]:
             shown = [sentence(fact("logprobs.num_tokens", num_tokens=num)) for num in lengths]
-            yield (
-                shown,
-                fact(
-                    "logprobs.other_length",
-                    sample=number,
-                    reference=lengths[0],
-                    candidate=lengths[1],
-                ),
-            )
+            both = dict(zip(SIDES, lengths, strict=True))
+            yield shown, fact("logprobs.other_length", sample=number, **both)
 
 
 def renumbered(

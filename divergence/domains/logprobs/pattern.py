@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 
@@ -17,11 +16,17 @@ from divergence.comparison.result import Check
 from divergence.comparison.trusted import refuse_compared
 from divergence.domains.logprobs.hypotheses import FEW, MOST, is_one_way, share_of_size
 from divergence.domains.logprobs.pairs import PromptPair, pair_runs, prompt_line
-from divergence.domains.logprobs.result import LogprobsResult
+from divergence.domains.logprobs.result import LogprobsResult, PatternName
 from divergence.errors import UsageError
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import LOGPROB_LIMIT_BY_DTYPE, LOGPROB_LIMIT_WIDEST, THRESHOLDS
-from divergence.numerics.statistics import LEAST_PROMPTS, LEVEL, Certainty, certainty_of
+from divergence.numerics.statistics import (
+    LEAST_PROMPTS,
+    LEVEL,
+    Certainty,
+    certainty_of,
+    least_share,
+)
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.words import grouped
@@ -66,14 +71,11 @@ class Scale:
         return self.source.code == "logprobs.no_dtype"
 
     def usual_share(self, bound: float) -> float:
-        """Return how many of a trusted machine's tokens differ by more than ``bound``: at most (the
-        upper end of Wilson's 99% interval). 0 without floor runs."""
+        """Return which share of a trusted machine's tokens differs by more than ``bound``, at most:
+        the upper end of its 99% interval. 0 without floor runs."""
         if self.floor is None:
             return 0.0
-        num, z = len(self.floor), NormalDist().inv_cdf(0.99)
-        share, room = float((self.floor > bound).mean()), z * z / num
-        middle = share + room / 2
-        return (middle + z * math.sqrt((share * (1 - share) + room / 4) / num)) / (1 + room)
+        return 1 - least_share(int((self.floor <= bound).sum()), len(self.floor))
 
 
 def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
@@ -120,18 +122,6 @@ def _from_floor(a: Run, b: Run, run: Run) -> np.ndarray:
 # prompts leaves 0 out (numerics.statistics). benchmarks/logprobs.py counts what healthy pairs and
 # planted faults give.
 
-PatternName = Literal[
-    "equal",
-    "within",
-    "everywhere",
-    "sequences",
-    "places",
-    "positions",
-    "growing",
-    "shifted",
-    "few",
-    "nothing",
-]
 _LEAST = THRESHOLDS.truth_least
 """Of what rounding explains, as of every floor: added to both errors that are held against one
 another, and below it nothing tells a cause. The numbers of a chosen token lie below 0, for one, and

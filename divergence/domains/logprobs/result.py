@@ -12,6 +12,19 @@ from divergence.facts import Fact, Worded
 from divergence.numerics.statistics import Certainty, TwoSample
 from divergence.words import Side, SideBothOrNeither
 
+PatternName = Literal[
+    "equal",
+    "within",
+    "everywhere",
+    "sequences",
+    "places",
+    "positions",
+    "growing",
+    "shifted",
+    "few",
+    "nothing",
+]
+
 
 class LogprobFlip(msgspec.Struct, frozen=True, kw_only=True):
     """The first token at which two answers to one prompt part, of log-probabilities alone."""
@@ -182,18 +195,7 @@ class LogprobsResult(ReportPart, Worded, msgspec.Struct, frozen=True, kw_only=Tr
     """Tokens that one side alone scored."""
     num_ended: int = 0
     """Answers that end by themselves on one side, and go on on the other."""
-    pattern: Literal[
-        "equal",
-        "within",
-        "everywhere",
-        "sequences",
-        "places",
-        "positions",
-        "growing",
-        "shifted",
-        "few",
-        "nothing",
-    ]
+    pattern: PatternName
     """What the differences look like: ``everywhere``: in many prompts or all, in both directions,
     and more than rounding explains; ``sequences``, ``positions``: in some; ``places``: in the same
     tokens of all answers; ``growing``: more the longer the answer; ``shifted``: most in one

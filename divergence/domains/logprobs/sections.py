@@ -39,11 +39,11 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     for name, field, code in _SHOWN:
         numbers = getattr(result, field)
         if numbers is not None and (field != "layers" or numbers.share is not None):
-            whole: dict[str, Any] = {
+            bound: dict[str, Any] = {
                 "explained": result.explained,
                 "explained_by": result.explained_by,
             }
-            shown = fact(f"logprobs.{code}", **msgspec.structs.asdict(numbers), **whole)
+            shown = fact(f"logprobs.{code}", **msgspec.structs.asdict(numbers), **bound)
             rows.append((name, shown))
     body: list[Block] = [
         Table(title="how far apart", columns=("", Column("", sentence)), rows=rows, num_left=2)

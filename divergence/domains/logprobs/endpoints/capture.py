@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from divergence.domains.logprobs.endpoints.capabilities import Capabilities, find_server, probe
@@ -102,30 +102,29 @@ def capture_endpoint(
 
 def _check_same(recorded: Manifest, manifest: Manifest, place: Location) -> None:
     """Raises UsageError where the rest would be asked of another model, or otherwise."""
-    for name, before, now in (
-        ("model", recorded.model.source, manifest.model.source),
-        ("--max-new-tokens", recorded.settings.max_new_tokens, manifest.settings.max_new_tokens),
-        ("--seed", recorded.settings.seed, manifest.settings.seed),
-        ("server", *(m.engine and m.engine.version for m in (recorded, manifest))),
-        ("the server's dtype", recorded.settings.dtype, manifest.settings.dtype),
-        (
-            "token ids",
-            *(m.engine and m.engine.facts.get("token ids") for m in (recorded, manifest)),
-        ),
-        ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (recorded, manifest))),
-        (
-            "answered by",
-            *(
-                m.engine and m.engine.facts.get("answers as", "the model asked for")
-                for m in (recorded, manifest)
-            ),
-        ),
-    ):
-        if before != now:
+    before, now = _asked_for(recorded), _asked_for(manifest)
+    for name in now:
+        if before[name] != now[name]:
             raise UsageError(
-                f"{place} was begun otherwise: {name} {before}, now {now}",
+                f"{place} was begun otherwise: {name} {before[name]}, now {now[name]}",
                 hint="the same command as before with --resume, or another -o",
             )
+
+
+def _asked_for(manifest: Manifest) -> dict[str, object]:
+    """What must be the same for all prompts of a run, by name."""
+    engine = manifest.engine
+    facts = {} if engine is None else engine.facts
+    return {
+        "model": manifest.model.source,
+        "--max-new-tokens": manifest.settings.max_new_tokens,
+        "--seed": manifest.settings.seed,
+        "server": engine and engine.version,
+        "the server's dtype": manifest.settings.dtype,
+        "token ids": facts.get("token ids"),
+        "tokens": facts.get("tokens"),
+        "answered by": facts.get("answers as", "the model asked for"),
+    }
 
 
 def _take_over(place: Path) -> None:
@@ -205,24 +204,22 @@ def _manifest(
     )
 
 
+@dataclass
 class _Job:
     """One capture: what is asked, and what came of it."""
 
-    def __init__(
-        self,
-        client: Client,
-        caps: Capabilities,
-        asked: list[Asked],
-        manifest: Manifest,
-        tell: Progress,
-        concurrency: int,
-    ) -> None:
-        self._client, self._found, self._asked = client, caps, asked
-        self._manifest, self._tell, self._concurrency = manifest, tell, concurrency
-        texts = dict(manifest.tokens.texts)
-        self._vocabulary = Vocabulary(manifest.tokens.texts, by_text=not caps.token_ids)
+    client: Client
+    caps: Capabilities
+    asked: list[Asked]
+    manifest: Manifest
+    tell: Progress
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        texts = dict(self.manifest.tokens.texts)
+        self._vocabulary = Vocabulary(self.manifest.tokens.texts, by_text=not self.caps.token_ids)
         self._vocabulary.take(texts)
-        self._counts: list[int | None] = [None] * len(asked)
+        self._counts: list[int | None] = [None] * len(self.asked)
         self._failed: dict[int, str] = {}
         self._updated = 0.0
 
@@ -230,10 +227,10 @@ class _Job:
         """Asks for all that ``earlier`` lacks. What has no answer is told by ``finished``."""
         with (
             contextlib.suppress(EndpointError),
-            RunWriter(place, self._manifest, force=force) as writer,
+            RunWriter(place, self.manifest, force=force) as writer,
         ):
             done = set() if earlier is None else self._copy(earlier, writer)
-            self._ask(writer, [n for n in range(len(self._asked)) if n not in done])
+            self._ask(writer, [n for n in range(len(self.asked)) if n not in done])
             self._note_counts()
             if self._failed:
                 raise EndpointError(self._told())
@@ -254,7 +251,7 @@ class _Job:
         shown = [f"prompt {n}: {text}" for n, text in sorted(self._failed.items())[:3]]
         more = f"; and {len(self._failed) - 3} more" if len(self._failed) > 3 else ""
         num = len(self._failed)
-        return f"{num} of {len(self._asked)} prompts have no answer: {'; '.join(shown)}{more}"
+        return f"{num} of {len(self.asked)} prompts have no answer: {'; '.join(shown)}{more}"
 
     def _ask(self, writer: RunWriter, numbers: list[int]) -> None:
         """Several at a time. Whatever stops it, what came before is written."""
@@ -271,11 +268,11 @@ class _Job:
                 except queue.Empty:
                     return
                 try:
-                    answered.put((number, ask(self._client, self._found, self._asked[number])))
+                    answered.put((number, ask(self.client, self.caps, self.asked[number])))
                 except Exception as error:
                     answered.put((number, error))
 
-        for _ in range(min(self._concurrency, len(numbers))):  # daemons: no interrupt waits for one
+        for _ in range(min(self.concurrency, len(numbers))):  # daemons: no interrupt waits for one
             threading.Thread(target=work, name="divergence-endpoint", daemon=True).start()
         in_a_row, left = 0, set(numbers)
         try:
@@ -283,8 +280,8 @@ class _Job:
                 number, answer = answered.get()
                 left.discard(number)
                 in_a_row = 0 if self._take(writer, number, answer) else in_a_row + 1
-                done = len(self._asked) - len(left)
-                self._tell("endpoint", done, len(self._asked), f"prompt {number}")
+                done = len(self.asked) - len(left)
+                self.tell("endpoint", done, len(self.asked), f"prompt {number}")
         finally:
             stopped.set()
         text = f"not asked, after {in_a_row} others in a row without an answer"
@@ -292,18 +289,18 @@ class _Job:
 
     def _take(self, writer: RunWriter, number: int, answer: ServerAnswer | Exception) -> bool:
         """Writes one answer; False where there is none."""
-        asked = self._asked[number]
+        asked = self.asked[number]
         where = f"the answer to prompt {number}"
         try:
             if isinstance(answer, Exception):
                 raise answer
-            scores = scores_of(answer, asked, self._found, self._vocabulary)
+            scores = scores_of(answer, asked, self.caps, self._vocabulary)
             put_scores(writer, number, scores, where=where)
         except (EndpointError, DumpError) as error:
             self._failed[number] = error.message
             return False
         self._counts[number] = len(scores.prompt_ids) if scores.prompt_ids else answer.num_prompt
-        sample = self._manifest.tokens.samples[number] = scores.tokens
+        sample = self.manifest.tokens.samples[number] = scores.tokens
         sample.text = asked.text
         # the manifest as it stands, now and then: what a kill leaves is then readable
         if time.monotonic() - self._updated > _MANIFEST_SECONDS:
@@ -313,9 +310,9 @@ class _Job:
         return True
 
     def _note_counts(self) -> None:
-        assert self._manifest.engine is not None
+        assert self.manifest.engine is not None
         counts = ("-" if count is None else str(count) for count in self._counts)
-        self._manifest.engine.facts["prompt tokens"] = " ".join(counts)
+        self.manifest.engine.facts["prompt tokens"] = " ".join(counts)
 
     def _copy(self, earlier: Run, writer: RunWriter) -> set[int]:
         """Return what an earlier capture has already, by prompt."""
@@ -336,7 +333,7 @@ class _Job:
                 order=record.order,
                 positions=record.positions,
             )
-            self._manifest.tokens.samples[record.sample] = sample
+            self.manifest.tokens.samples[record.sample] = sample
             done.add(record.sample)
         for number in done:
             if number < len(counts) and counts[number].isdecimal():

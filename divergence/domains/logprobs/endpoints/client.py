@@ -22,6 +22,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from divergence.errors import EndpointError, UsageError
@@ -125,7 +126,7 @@ class Client:
                 answer = self._once(path, payload, timeout_s=self._timeout_s)
                 if isinstance(answer, dict):
                     return answer
-                raise _Failed("the answer is JSON, but no object", status=None, again=True)
+                raise _Failed("the answer is JSON, but no object")
             except _Failed as failed:
                 if not failed.again or attempt + 1 == _ATTEMPTS:
                     tries = f" ({attempt + 1} tries)" if attempt else ""
@@ -160,12 +161,12 @@ class Client:
                     text = "the answer was cut off"
                 else:
                     text = f"no connection: {reason}"
-                raise _Failed(_line(text), status=None, again=True) from None
+                raise _Failed(_line(text)) from None
         try:
             return json_value(data, where=path, error=EndpointError)
         except EndpointError as error:
             shown = _line(data[:80].decode(errors="replace"))
-            raise _Failed(f"{error.message}: {shown!r}", status=None, again=True) from None
+            raise _Failed(f"{error.message}: {shown!r}") from None
 
     def _refused(self, error: urllib.error.HTTPError, request: _Request) -> _Failed:
         with error:
@@ -201,20 +202,15 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
+@dataclass(eq=False)
 class _Failed(Exception):
-    """One request that gave nothing. ``again``: it may, later."""
+    """One request that gave nothing. ``again``: it may, later, ``after`` so many seconds."""
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        status: int | None,
-        again: bool,
-        hint: str | None = None,
-        after: float | None = None,
-    ) -> None:
-        super().__init__(text)
-        self.text, self.status, self.again, self.hint, self.after = text, status, again, hint, after
+    text: str
+    status: int | None = None
+    again: bool = True
+    hint: str | None = None
+    after: float | None = None
 
 
 def _read(response: Any, request: _Request, most: int) -> bytes:
@@ -228,12 +224,8 @@ def _read(response: Any, request: _Request, most: int) -> bytes:
             break
         size += len(part)
         if size > most:
-            raise _Failed(
-                f"the answer is longer than {most:,} bytes",
-                status=None,
-                again=False,
-                hint="ask for fewer --top-logprobs",
-            )
+            text = f"the answer is longer than {most:,} bytes"
+            raise _Failed(text, again=False, hint="ask for fewer --top-logprobs")
         parts.append(part)
     data = b"".join(parts)
     length = response.headers.get("Content-Length", "")

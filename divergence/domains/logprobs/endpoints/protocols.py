@@ -64,17 +64,12 @@ class Protocol:
 
 # --- OpenAI's routes ----------------------------------------------------------------------------
 
-_OPENAI_LEVELS = tuple(
-    map(
-        frozenset,
-        (
-            ("logprobs", "prompt_logprobs", "ids"),
-            ("logprobs", "ids"),
-            ("logprobs",),
-            ("few_logprobs",),
-            (),
-        ),
-    )
+_OPENAI_LEVELS: tuple[frozenset[str], ...] = (
+    frozenset({"logprobs", "prompt_logprobs", "ids"}),
+    frozenset({"logprobs", "ids"}),
+    frozenset({"logprobs"}),
+    frozenset({"few_logprobs"}),
+    frozenset(),
 )
 
 

@@ -21,20 +21,10 @@ from divergence.words import first_apart
 
 # What is asked of a server: the user's prompts, or those of a run with its answers.
 
-_TAKEN = {
-    "endpoint",
-    "top_logprobs",
-    "answers",
-    "concurrency",
-    "resume",
-    "prompts",
-    "prompts_file",
-    "chat",
-    "max_new_tokens",
-    "seed",
-    "label",
-    "probe",
-}
+_TAKEN = (
+    "endpoint top_logprobs answers concurrency resume prompts prompts_file chat max_new_tokens "
+    "seed label probe"
+).split()
 _DEFAULT_NEW_TOKENS = 16
 _MOST_TOP = 10_000
 _MOST_ANSWERS = 1_000
@@ -104,9 +94,8 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         )
         answers = [question]
         if num_answers:  # each with a seed of its own; else the greedy one
-            answers = [
-                replace(question, temperature=1.0, seed=seed + n) for n in range(num_answers)
-            ]
+            seeds = range(seed, seed + num_answers)
+            answers = [replace(question, temperature=1.0, seed=number) for number in seeds]
         for answer in answers:
             asked.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
     kinds = {request.question.messages is not None for request in asked}
@@ -146,15 +135,8 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
         again[given] += 1
         ids = [*sample.prompt_ids, *answer]
         whole = replace(free, ids=ids, num_tokens=1, seed=seed, temperature=0.0)
-        asked.append(
-            Asked(
-                question=whole if answer else free,
-                free=free,
-                text=sample.text,
-                ids=sample.prompt_ids,
-                forced=answer,
-            )
-        )
+        question, ids = whole if answer else free, sample.prompt_ids
+        asked.append(Asked(question=question, free=free, text=sample.text, ids=ids, forced=answer))
     if not asked:
         raise UsageError(f"{like.path} has no prompts")
     return asked
@@ -237,9 +219,8 @@ def scores_of(
         if len(scored) != len(whole):
             raise EndpointError(f"{len(scored)} tokens were scored, and {len(whole)} were given")
         scored_ids = [token.id for token in scored if token.id is not None]
-        _check_prompt(
-            answer.prompt_ids or (scored_ids if len(scored_ids) == len(scored) else None), whole
-        )
+        complete = scored_ids if len(scored_ids) == len(scored) else None
+        _check_prompt(answer.prompt_ids or complete, whole)
         named = [Token(id_, t.text, t.logprob, t.top) for id_, t in zip(whole, scored, strict=True)]
         return scores_from(
             list(asked.ids or ()), list(asked.forced), list(enumerate(named)), vocabulary

@@ -50,17 +50,9 @@ from divergence.run.manifest import (
 )
 from divergence.run.site import ROOT, did_you_mean, escape_path
 
-# Where the modules of transformers are in vLLM's: name maps, by model family.
-#
-# ``configs/maps/NAME.toml`` lists vLLM's modules that have transformers' names (``same``), those
-# that have another (``renamed``), and those that compute several of its modules in one (``split``:
-# which, in the order of their rows). ``weights`` are parameters whose modules are not to be
-# recorded: an embedding that is scaled outside its module gives another thing. ``*`` stands for
-# one part of a path. A matrix is split by vLLM's word on it, or by the sizes that transformers'
-# own model has.
-#
-# Of a family without a map the blocks alone are known, and only where both have them at one path:
-# what stands between them may mean another thing.
+# Where the modules of transformers are in vLLM's: name maps, by family (docs/engines.md). ``*``
+# stands for one part of a path. A matrix is split by vLLM's word on it, or by the sizes that
+# transformers' own model has.
 
 _FOLDER = "maps/"
 _OWN_ROWS = "output_partition_sizes"
@@ -226,12 +218,9 @@ def identity_of(
                 key = more.get(f"{path}.{name}")
                 if key is None and place is not None and path:
                     key = f"{place.theirs}.{name}"
-                rows = None if place is None else place.rows
-                read = (
-                    None
-                    if key not in parameters
-                    else _weights_read(parameters[key], rows, empty, gather)
-                )
+                rows, read = None if place is None else place.rows, None
+                if key in parameters:
+                    read = _weights_read(parameters[key], rows, empty, gather)
                 if read is None:
                     part._parameters[name] = None
                     continue
@@ -421,20 +410,10 @@ class Gathered:
         self.tensors[site][0][rows] = tensor[rows]
 
 
-# vLLM's modules as transformers' would look to a hook.
-#
-# Three things differ:
-#
-# ``tokens``    vLLM runs the tokens of a batch as rows (N, H); transformers (B, T, H). ``through``
-#               shows them so.
-# ``stream``    a decoder layer of vLLM takes and gives the residual stream as a sum that is not yet
-#               made: (hidden, residual). Its norms make it, fused. transformers' block takes and
-#               gives hidden + residual in the model's dtype: bit for bit the residual that the next
-#               norm gives on. (That norm goes on from the sum before it is rounded.)
-# ``fused``     q, k and v are one matrix, gate and up another: their rows are the parts.
-#
-# What a hook puts in the place of a stream goes in as hidden, with a residual of zeros where there
-# was one, so that the same kernels run; the sum is exact.
+# vLLM's modules as transformers' would look to a hook: docs/engines.md has what differs. A decoder
+# layer takes and gives the residual stream as a sum that is not yet made, (hidden, residual), which
+# its norms make. What a hook puts in its place goes in as hidden, with a residual of zeros where
+# there was one, so that the same kernels run; the sum is exact.
 
 Before = Callable[..., Any]
 After = Callable[..., Any]
@@ -731,10 +710,6 @@ class VllmRecorder(Recorder):
 
         return self._through(flat, rows)
 
-    def _last(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
-        """The same of the requests' last rows."""
-        return self._in_parts(self._forward.last, shown, rows)
-
     def _in_parts(
         self, parts: Sequence[StepRows], shown: Shown, rows: torch.Tensor, *, fill: int = 0
     ) -> torch.Tensor | None:
@@ -806,7 +781,7 @@ class VllmRecorder(Recorder):
                 self._model,
                 head=pair,
                 after_root=self._post_hook(ROOT),
-                through=self._last,
+                through=lambda shown, rows: self._in_parts(self._forward.last, shown, rows),
                 choose=lambda logits: self._end_parts(self._forward.requests, logits),
             ),
         ):
@@ -957,22 +932,16 @@ class PromptTokens:
 
     def choose(self, places: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         """Logits (n, V) of the prompts at ``places`` → what lets vLLM's sampler no other choice."""
-        return torch.cat(
-            [
-                self._only(place, row)
-                for place, row in zip(places, logits.float().split(1), strict=True)
-            ]
-        )
-
-    def _only(self, place: int, scores: torch.Tensor) -> torch.Tensor:
-        token = self._pad
-        if self._num_steps(place) is None:
-            token = int(self._controls[place](None, scores).argmax())
-        if self._agree is not None:
-            token = self._agree([token])[0]
-        self._fed[place].append(token)
-        only = torch.full_like(scores, float("-inf"))
-        only[0, token] = 0.0
+        only = torch.full_like(logits, float("-inf"), dtype=torch.float32)
+        for number, place in enumerate(places):
+            token = self._pad
+            if self._num_steps(place) is None:
+                scores = logits[number : number + 1].float()
+                token = int(self._controls[place](None, scores).argmax())
+            if self._agree is not None:
+                token = self._agree([token])[0]
+            self._fed[place].append(token)
+            only[number, token] = 0.0
         return only
 
     def _num_steps(self, place: int) -> int | None:
@@ -1284,9 +1253,8 @@ def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
     """Run with these variables; afterwards the process has its own again, and the number of its
     threads can be set as before (vLLM takes that away on a CPU)."""
     before = dict(os.environ)
-    for name, value in variables.items():
-        if name not in _QUIET or name not in os.environ:
-            os.environ[name] = value
+    own = {name: before[name] for name in _QUIET if name in before}
+    os.environ.update({**variables, **own})
     try:
         with patched(torch, "set_num_threads", torch.set_num_threads):
             yield

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 _BESIDE = (
     "{like:none=; in the other blocks {control:.2f} ×|blocks=; in the blocks {control:.2f} ×|"
-    "*=, like {like} of its kind}"
+    "alone=|*=, like {like} of its kind}"
 )
 """What a number is held against."""
 
@@ -439,7 +439,7 @@ SENTENCES: Mapping[str, str] = {
         "[[ from decode step {since} on]]{token:none=|*=, at token {token}}"
         "{last:yes=, at the last token of each prompt|no=}{onward:none=|*=, from token {onward} on}"
     ),
-    "every_differs": "{off} by more than rounding, from {site} on[[{scope}]]: {cause}",
+    "every_differs": "{off} by more than rounding, first at {site}[[{scope}]]: {cause}",
     "numbers_there": (
         "; the models hold other numbers {alike:yes=in all such blocks|*=there} "
         "({numbers:names 2 ; })"
@@ -486,7 +486,7 @@ SENTENCES: Mapping[str, str] = {
     ),
     "family_alike": (
         "{num_flagged} of {total} {name} {num_flagged:1=is beyond its|*=are beyond their} limit, "
-        "and {num} are off {unexplained:yes=by more than rounding explains|no=by as much}: "
+        "and {num} are off {unexplained:yes=by more than rounding explains|no=with it}: "
         "{least:.1f} to {most:.1f} floors"
     ),
     "also_beyond": "also beyond the limit: {places:names 4}",

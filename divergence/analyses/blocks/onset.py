@@ -49,7 +49,7 @@ from divergence.comparison.result import (
     order_of,
 )
 from divergence.facts import Fact, fact
-from divergence.numerics.floor import THRESHOLDS, input_bits
+from divergence.numerics.floor import input_bits
 from divergence.run.site import module_of
 from divergence.words import SIDES, SideOrBoth, common_side, grouped, other_side
 
@@ -144,7 +144,7 @@ def made_at(
         scope = None if everywhere else only_in(*alike)
         if scope is not None and scope["alone"]:
             cause = fact("cause_special")
-            scope = scope.with_values(comma=scope["since"] is not None and not scope["parts"])
+            scope = scope.with_values(comma=True)
         elif scope is not None:  # else its members are off there, too, within their limits
             every = len({unit.block for unit in alike}) >= len(family.members)
             scope = scope.with_values(comma=True) if every else None
@@ -416,7 +416,7 @@ def _passes_prefill(unit: JudgedUnit, units: list[JudgedUnit]) -> bool:
     same = [u for u in units if u.site == unit.site and u.phase == "prefill"]
     if unit.phase != "decode" or not same or any(other.why is not None for other in same):
         return False
-    near = max(math.log(THRESHOLDS.truth_confirm), unit.farther(unit.side) / 2)
+    near = max(math.log(unit.thresholds.truth_confirm), unit.farther(unit.side) / 2)
     return unit.blame is None or max(each.farther(unit.side) for each in same) <= near
 
 
@@ -438,7 +438,7 @@ def _may_be_elsewhere(unit: JudgedUnit, beyond: Collection[PromptStep]) -> bool:
     least = min((sizes[at] for at in inside), default=0.0)
     if least <= CLEAR_TIMES * nearest or (unit.mostly_equal and nearest > 0):
         return True
-    if unit.blame is None and not unit.of_token and nearest > THRESHOLDS.truth_confirm**2:
+    if unit.blame is None and not unit.of_token and nearest > unit.thresholds.truth_confirm**2:
         return True
     if unit.of_token or unit.side not in ("reference", "candidate"):
         return False

@@ -355,9 +355,9 @@ class Blame:
     control: float
     limit: float
     at: SiteResult
-    like: Literal["others", "all", "blocks"] | None = None
-    """Whom of its kind it is held against, where that is not the other blocks; ``blocks``: of what
-    has no siblings."""
+    like: Literal["others", "all", "blocks", "alone"] | None = None
+    """Whom of its kind it is held against, where that is not the other blocks; of what has no
+    siblings the ``blocks``, or nothing (``alone``)."""
     place: PromptStep | None = None
     scaled: Literal["output", "update"] | None = None
     """Of a gain: what is scaled, by ``factor``."""
@@ -424,6 +424,8 @@ class Standing:
 class JudgedUnit(Unit):
     """A unit, and what was judged of it."""
 
+    thresholds: Thresholds
+    """Those it was held against."""
     looks: Sequence[JudgedLook]
     why: Why | None
     """The limit that was exceeded, or what the truth blames; None where the unit is within all
@@ -492,7 +494,8 @@ class JudgedUnit(Unit):
         if self.why == "token":
             return self.worst <= CLEAR_TIMES * self.tail
         control = self.control or 0.0
-        return control > THRESHOLDS.truth_standout and self.typical <= CLEAR_TIMES**2 * control
+        far = self.thresholds.standout**2 * control
+        return control > self.thresholds.truth_standout and self.typical <= far
 
     def farther(self, side: SideOrBoth | None, place: PromptStep | None = None) -> float:
         """log W of the median rows, in one forward or in all, of a side (the reference's, or else
@@ -689,6 +692,8 @@ class JudgedFamily:
     """
 
     stats: Sequence[TruthStats]
+    beside: BlocksBeside | None
+    """Of one site without siblings."""
     least: float
     routed: bool
     """May one token go to another expert by rounding?"""
@@ -811,6 +816,7 @@ def judged_family(
         log_w = np.nan_to_num(np.log(b / a))
     return JudgedFamily(
         stats=stats,
+        beside=beside,
         least=family_least,
         routed=routed,
         sites=sites,
@@ -962,7 +968,9 @@ class FamilyMember:
             return Blame("candidate", why, 1.0, 1.0, limit, at, place=place)
         sign = 1 if x > 0 else -1
         value, usual = math.exp(min(sign * x, 700.0)), math.exp(sign * control)
-        like: Literal["blocks"] | None = "blocks" if len(self.family.stats) == 1 else None
+        like: Literal["blocks", "alone"] | None = None
+        if len(self.family.stats) == 1:
+            like = "alone" if self.family.beside == BlocksBeside() else "blocks"
         return Blame(SIDES[x > 0], why, value, usual, limit, at, like, place)
 
     def forwards(self) -> dict[PromptStep, Blame]:
@@ -1253,6 +1261,7 @@ def _difference_judged(
     return JudgedUnit(
         **vars(unit)
         | dict(
+            thresholds=thresholds,
             looks=looks,
             why=why,
             control=control,
@@ -1672,8 +1681,7 @@ def find_family(
                 name = fact("blocks.kind_of_type", kind=name, type=type_)
                 return Family(name, members, len(of_type))
         if 2 * len(members) <= len(blocks):
-            kin = [other for other in units if other.kind == unit.kind]
-            members = _off_alike(unit, kin, measured)
+            members = _off_alike(unit, units, measured)
         if 2 * len(members) > len(blocks) >= FEWEST_SIBLINGS:
             return Family(name, members, len(blocks))
     return None
@@ -1707,15 +1715,35 @@ def places_of(unit: JudgedUnit) -> set[PromptStep]:
     return {look.place for look in unit.beyond} or {(unit.first.sample, unit.first.step)}
 
 
-def _off_alike(unit: JudgedUnit, kin: Sequence[JudgedUnit], measured: Measured) -> list[JudgedUnit]:
+def _off_alike(
+    unit: JudgedUnit, units: Sequence[JudgedUnit], measured: Measured
+) -> list[JudgedUnit]:
     """Lists those of a kind that are off as a flagged one of them is, although within their own
     limits: it is the first to pass, and not what is wrong. None where it stands out from them by
     itself."""
     if unit.why not in ("typical", "forward"):
         return []
-    thresholds, places = measured.thresholds, places_of(unit)
-    near = thresholds.truth_confirm
+    thresholds, near = measured.thresholds, measured.thresholds.truth_confirm
+    kin = [other for other in units if other.kind == unit.kind]
     others = [other for other in kin if other is not unit]
+    limits = {look.place: look.limit for look in unit.beyond}
+
+    def ratios(other: JudgedUnit) -> list[tuple[float, float]]:
+        """Its ratios where the unit is off, each with the unit's limit."""
+        if unit.why == "typical":
+            return [(other.typical, unit.limit)]
+        looks = (look for look in other.looks if look.place in limits)
+        return [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
+
+    def beyond(least: float) -> list[JudgedUnit]:
+        sizes = {each: statistics.median(ratio for ratio, _ in ratios(each)) for each in others}
+        return [unit, *(other for other in others if sizes[other] > least)]
+
+    # Where equal inputs gave equal bits in some of the kind the same kernels ran, and what differs
+    # by more than a floor is off by no rounding.
+    any_phase = (other for other in units if other.kind.any_phase == unit.kind.any_phase)
+    if unit.pass_ != "free" and any(r.identical for other in any_phase for r in other.results):
+        return beyond(1.0)
     if unit.blame is not None:
         beside_them = unit.blame.like is None and unit.blame.why != "gain"  # among its siblings
         if beside_them and unit.blame.value > thresholds.truth_systematic * unit.blame.control:
@@ -1723,33 +1751,24 @@ def _off_alike(unit: JudgedUnit, kin: Sequence[JudgedUnit], measured: Measured) 
         side, times = farther_side(kin, thresholds.truth_standout) or (None, 0.0)
         if side != unit.side or times <= near:
             return []
-        far = math.log(near)
+        places, far = places_of(unit), math.log(near)
         middle = {o: statistics.median(o.farther(side, place) for place in places) for o in others}
         return [unit, *(other for other in others if middle[other] > far)]
-    # Where nothing lets the runs differ there are no other kernels, and what is beyond so many
-    # floors is no rounding; but float32 sums have an order, and a training step hands on the errors
-    # of what it is given. A limit that its siblings set is far above them: near to it is nobody but
-    # the unit.
+    # Where nothing lets the runs differ there are no other kernels, either; but float32 sums have
+    # an order, and a training step hands on the errors of what it is given. A limit that its
+    # siblings set is far above them: near to it is nobody but the unit.
     level = statistics.median(other.typical for other in others)
     unexplained = measured.unexplained and not measured.reference.manifest.training.train
-    unexplained = unexplained and not unit.typical > thresholds.standout**2 * level
-    limits = {look.place: look.limit for look in unit.beyond}
-    most = thresholds.truth_systematic * level
-    among_them = unit.why == "typical" and near**2 < level and unit.typical < most
-
-    def is_off(other: JudgedUnit) -> bool:
-        if among_them:  # all are beyond what rounding makes, and it is no farther than others are
-            return other.typical > near**2
-        ratios = [(other.typical, unit.limit)]
-        if unit.why == "forward":
-            looks = (look for look in other.looks if look.place in limits)
-            ratios = [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
-        if unexplained:
-            beyond = near if measured.narrow else near**2
-            return statistics.median(ratio for ratio, _ in ratios) > beyond
-        return statistics.median(ratio / limit for ratio, limit in ratios) > 1 / near
-
-    return [unit, *filter(is_off, others)]
+    if (
+        unit.why == "typical"
+        and near**2 < level
+        and unit.typical < (thresholds.truth_systematic * level)
+    ):  # all are beyond what rounding makes, and it is no farther than others are
+        return beyond(near**2)
+    if unexplained and not unit.typical > thresholds.standout**2 * level:
+        return beyond(near if measured.narrow else near**2)
+    used = {o: statistics.median(ratio / limit for ratio, limit in ratios(o)) for o in others}
+    return [unit, *(other for other in others if used[other] > 1 / near)]
 
 
 def farther_side(family: Sequence[JudgedUnit], times: float) -> tuple[Side, float] | None:
@@ -1796,7 +1815,7 @@ def _name(
         if given is None or own is None or other.side not in ("reference", "candidate"):
             return False
         before, after = (getattr(truth, f"{other.side}_error") for truth in (given, own))
-        return bool(after > THRESHOLDS.truth_confirm * before)
+        return bool(after > unit.thresholds.truth_confirm * before)
 
     sources = [other for other in units if is_source(other)]
     if len({u.kind.place for u in sources}) == 1 or not all(u in judged for u in sources):

@@ -319,3 +319,12 @@ def test_what_has_no_siblings_is_not_said_to_be_a_block(report_of):
     verdict = report_of(healthy(), alone=bad).verdict
     assert verdict.onset.site == "embed:out"
     assert "; in the blocks 1.02 × (limit" in verdict.evidence[0].text
+
+
+def test_one_of_two_blocks_is_held_against_nothing(report_of):
+    """The other is no control, and there are no blocks beside them whose median would be one."""
+    bad = Block(1)
+    bad.sides[1] = bad.truth + 12 * (bad.sides[1] - bad.truth)
+    verdict = report_of([Block(2), bad]).verdict
+    assert verdict.onset.block == "h.1"
+    assert "in the blocks" not in verdict.evidence[0].text

@@ -131,7 +131,7 @@ def test_a_token_just_beyond_its_limit_is_named_if_no_other_is_off(tokens, said,
     [
         ("float32", at_tokens([4], 1 + 1e-5), [4], "at model.layers.4:out, at token 4"),
         ("float16", at_tokens([9], 1 + 1e-2), [2], "at model.layers.2:out, at token 9"),
-        ("bfloat16", in_prompt(33, 1.03), EVERY, "from model.layers.0:out on in prompt 1 alone"),
+        ("bfloat16", in_prompt(33, 1.03), EVERY, "first at model.layers.0:out, in prompt 1 alone"),
     ],
 )
 def test_what_alone_is_not_equal_bit_for_bit_is_no_rounding(

@@ -85,6 +85,23 @@ def test_a_kind_that_is_off_alike_is_named_as_one(fault, dtype, window, with_tru
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("blocks", "at", "with_truth"),
+    [(range(6), "@sample=1", False), (range(6), "@sample=1", True), ((0, 2, 3, 5), "", False)],
+    ids=["prompt", "truth", "blocks"],
+)
+def test_no_rounding_excuses_what_differs_beside_equal_bits(blocks, at, with_truth, pair, answer):
+    """In the other prompt, or in the other blocks, equal inputs give equal bits: no other kernel
+    ran, and the first block is off by more than the others without being alone."""
+    a, true = pair("bfloat16")
+    sizes = {number: 1.01 if number else 1.06 for number in blocks}
+    plants = [f"{LAYERS[number]}:out=scale:{size}{at}" for number, size in sizes.items()]
+    verdict = answer(a, truth=true if with_truth else None, plants=plants).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate" if with_truth else None)
+    assert verdict.summary.startswith("every" if len(blocks) == 6 else "4 of 6")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_one_bad_block_among_coarse_ones_is_named_alone(with_truth, pair, answer):
     """A block that is off by far more than its siblings, which only are coarse, is no kind."""

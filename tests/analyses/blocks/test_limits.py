@@ -353,7 +353,7 @@ def test_a_kind_is_judged_over_prefill_and_decode(judged):
     for block in range(6):
         change(sites, (block, 0, int(block not in (1, 4))), 40.0)
     verdict = judged(sites.values()).verdict
-    assert verdict.summary.startswith("every Block differs by more than rounding, from h.1:out on")
+    assert verdict.summary.startswith("every Block differs by more than rounding, first at h.1:out")
     assert "in prompt 0 alone (of 3)" in verdict.summary and "kept" not in verdict.summary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,7 @@ from divergence.options.commands import (
     SelftestOptions,
     SensitivityOptions,
 )
-from divergence.options.option import but, option
+from divergence.options.option import Options, but, option
 from divergence.output import check_output, write_output
 from divergence.words import printable
 
@@ -35,57 +36,64 @@ _BOTH = "Two sides"
 _RUN = "Both sides alike"
 
 
-def diff(
-    *,
-    model: str = option("MODEL", "Model: a directory, or a name on the hub.", default=...),
-    out: Path | None = option(
-        "-o --out DIR", "For the runs, report.json and report.html. Default: diff-MODEL-SETTING."
-    ),
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(Options):
+    """Says which setting differs between the sides, and what both have alike."""
+
     device: Sequence[str] = option(
         "--device LIST", "cuda,cpu or npu,cpu: two of them.", _BOTH, default=()
-    ),
+    )
     dtype: Sequence[str] = option(
         "--dtype LIST", "bfloat16,float32; one value holds for both.", _BOTH, default=()
-    ),
+    )
     attn_implementation: Sequence[str] = option(
         "--attn-implementation LIST", "eager,sdpa.", _BOTH, default=()
-    ),
-    engine: Sequence[str] = option("--engine LIST", "transformers,compile.", _BOTH, default=()),
-    threads: Sequence[str] = option("--threads LIST", "1,8: of a CPU.", _BOTH, default=()),
+    )
+    engine: Sequence[str] = option("--engine LIST", "transformers,compile.", _BOTH, default=())
+    threads: Sequence[str] = option("--threads LIST", "1,8: of a CPU.", _BOTH, default=())
     batch: Sequence[str] = option(
         "--batch LIST", "1,8: prompts that run together.", _BOTH, default=()
-    ),
+    )
     env: Sequence[str] = option(
         "--env NAME=VALUE",
         "An environment variable that differs: of B, or given twice of A and of B.",
         _BOTH,
         default=(),
-    ),
+    )
     env_a: Sequence[str] = option(
         "--env-a NAME=VALUE", "One of A's variables; repeatable.", _BOTH, default=()
-    ),
+    )
     env_b: Sequence[str] = option(
         "--env-b NAME=VALUE",
         "One of B's variables; repeatable. What both have holds for both; what one lacks is as in "
         "this shell.",
         _BOTH,
         default=(),
-    ),
+    )
     python: Sequence[str] = option(
         "--python LIST",
         "Two virtual environments with divergence: other versions of torch, transformers.",
         _BOTH,
         default=(),
-    ),
-    prompts: Sequence[str] = option("--prompt TEXT", "A prompt; repeatable.", _RUN, default=()),
+    )
+    prompts: Sequence[str] = option("--prompt TEXT", "A prompt; repeatable.", _RUN, default=())
     prompts_file: Path | None = option(
         "--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json.", _RUN
-    ),
-    chat: bool = option("--chat", "Put prompts through the chat template.", _RUN, default=False),
+    )
+    chat: bool = option("--chat", "Put prompts through the chat template.", _RUN, default=False)
     max_new_tokens: int | None = option(
         "--max-new-tokens N", "Tokens to generate for each prompt.", _RUN, minimum=1
+    )
+    trust_remote_code: bool = TRUST
+
+
+def diff(
+    *,
+    model: str = option("MODEL", "Model: a directory, or a name on the hub.", default=...),
+    out: Path | None = option(
+        "-o --out DIR", "For the runs, report.json and report.html. Default: diff-MODEL-SETTING."
     ),
-    trust_remote_code: bool = TRUST,
+    options: Annotated[dict[str, Any], DiffOptions],
     exit_code: bool = option(
         "--exit-code", "Exit 1 if the sides diverge, 2 without a verdict.", default=False
     ),
@@ -115,16 +123,13 @@ def diff(
     from divergence.experiments.diff import diff as call
     from divergence.layout import BLANK, line, print_lines
 
-    listed: dict[str, Any] = {
-        "device": _parts(device),
-        "dtype": _parts(dtype),
-        "engine": _parts(engine),
-        "attn_implementation": _parts(attn_implementation),
-        "python": _parts(python),
-        "threads": _numbers("--threads", threads),
-        "batch": _numbers("--batch", batch),
+    listed: dict[str, list[Any]] = {
+        name: _parts(options.get(name, ()))
+        for name in ("device", "dtype", "engine", "attn_implementation", "python")
     }
-    varied = next((values for values in listed.values() if len(values) > 1), [*env, *env_a, *env_b])
+    listed |= {name: _numbers(f"--{name}", options.get(name, ())) for name in ("threads", "batch")}
+    variables = [pair for name in ("env", "env_a", "env_b") for pair in options.get(name, ())]
+    varied = next((values for values in listed.values() if len(values) > 1), variables)
     folder = out or Path("diff-" + "-".join([Path(model).name, *map(_plain, varied)]))
 
     def on_step(number: int, command: str, done: bool) -> None:
@@ -135,20 +140,12 @@ def diff(
         result = call(
             model,
             out=folder,
-            env=env,
-            env_a=env_a,
-            env_b=env_b,
-            prompts=prompts,
-            prompts_file=prompts_file,
-            chat=chat,
-            max_new_tokens=max_new_tokens,
-            trust_remote_code=trust_remote_code,
             force=force,
             fresh=fresh,
             quiet=output.quiet,
             on_step=on_step,
             progress=progress,
-            **listed,
+            **options | listed,
         )
     report = result.report
     show_report(report, output, more=result.whole)

@@ -186,13 +186,13 @@ def diff(
     from divergence.recording.engines.hub import must_lie_here
 
     with _Steps(
-        Path(out),
-        str(model),
+        folder=Path(out),
+        model=str(model),
         offline=must_lie_here(str(model)),
         force=force,
         fresh=fresh,
         quiet=quiet,
-        on_step=on_step,
+        on_step=on_step or (lambda number, command, done: None),
         progress=progress or silent,
     ) as steps:
         steps.start(first)  # it imports, and so does this process
@@ -398,60 +398,44 @@ def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[st
     return {"batches": " ".join(",".join(map(str, group)) for group in groups)}
 
 
+@dataclass(slots=True, kw_only=True)
 class _Steps:
     """Runs the commands, in order, each unless its run is there."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model: str,
-        *,
-        offline: bool,
-        force: bool,
-        fresh: bool,
-        quiet: bool,
-        on_step: OnStep | None,
-        progress: Progress,
-    ) -> None:
-        self.offline = offline  # the hub is out of reach, and no process asks it
-        self.folder, self._force, self._fresh, self._quiet = folder, force, fresh, quiet
-        self._model, self._progress = model, progress
-        self._on_step = on_step or (lambda number, command, done: None)
-        self._number = 0
-        self._waiting: list[tuple[_Side, subprocess.Popen[bytes]]] = []
-        output_folder(folder)
+    folder: Path
+    model: str
+    offline: bool
+    """The hub is out of reach, and no process asks it."""
+    force: bool
+    fresh: bool
+    quiet: bool
+    on_step: OnStep
+    progress: Progress
+    number: int = 0
+    waiting: list[tuple[_Side, subprocess.Popen[bytes]]] = field(default_factory=list)
 
     def __enter__(self) -> _Steps:
+        output_folder(self.folder)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _, process in self._waiting:  # that were not needed
+        for _, process in self.waiting:  # that were not needed
             process.kill()
             process.communicate()
 
     def start(self, side: _Side) -> None:
         """A process for a step of this side, which imports from now on; none where both runs are
         there."""
-        if not all((self.folder / name).exists() for name in ("a", "b")) or self._fresh:
-            self._waiting.append(
-                (
-                    side,
-                    subprocess.Popen(
-                        [side.python, _AHEAD, self._model],
-                        env=self._environment(side),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=self._errors(),
-                    ),
-                )
-            )
+        if not all((self.folder / name).exists() for name in ("a", "b")) or self.fresh:
+            words = [side.python, _AHEAD, self.model]
+            process = self._begin(words, side, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.waiting.append((side, process))
 
-    def _environment(self, side: _Side) -> dict[str, str]:
+    def _begin(self, words: Sequence[str], side: _Side, **streams: Any) -> subprocess.Popen[bytes]:
         offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
-        return {**os.environ, **offline, **side.variables}
-
-    def _errors(self) -> int | None:
-        return subprocess.PIPE if self._quiet else None
+        environment = {**os.environ, **offline, **side.variables}
+        errors = subprocess.PIPE if self.quiet else None
+        return subprocess.Popen(words, env=environment, stderr=errors, **streams)
 
     def run(
         self,
@@ -481,7 +465,7 @@ class _Steps:
                 line,
             ]
         )
-        self._number += 1
+        self.number += 1
         existing = self._existing(place, line, like)
         made = reason = None
         if like is None:
@@ -491,7 +475,7 @@ class _Steps:
                 _without_place(line),
                 python=side.python,
                 variables=side.variables,
-                model=self._model,
+                model=self.model,
                 files=files,
             )
         if made is not None and existing is not None:
@@ -501,15 +485,15 @@ class _Steps:
             if file is not None:
                 reason, existing = fact("experiments.captured_anew", what=file), None
                 shutil.rmtree(place)
-        elif made is not None and not self._fresh:
+        elif made is not None and not self.fresh:
             # may it be that of an earlier diff?
             earlier, reason = reuse.find(made, self.folder)
             if earlier is not None and reuse.take(earlier, self.folder, name):
                 existing = self._existing(place, line, like)
                 reason = fact("experiments.reference_reused", earlier=os.path.relpath(earlier))
         if reason is not None:
-            self._progress("taken", 0, None, f"{place}: {sentence(reason)}")
-        self._on_step(self._number, shown, existing is not None)
+            self.progress("taken", 0, None, f"{place}: {sentence(reason)}")
+        self.on_step(self.number, shown, existing is not None)
         if existing is not None:
             return existing
         if then is not None:
@@ -530,11 +514,11 @@ class _Steps:
             made = run.manifest.command
             is_run = made is not None and _without_place(made) == _without_place(line)
             follows = like is None or run.manifest.like == like.manifest.id
-            if is_run and follows and run.manifest.complete and not self._fresh:
+            if is_run and follows and run.manifest.complete and not self.fresh:
                 return run
         except DivergenceError:
             made, is_run = None, (place / "manifest.json").exists()
-        if not is_run and not self._force:
+        if not is_run and not self.force:
             raise RunExistsError(
                 f"{place} "
                 + ("is no run" if made is None else f"was made by another command: {made}")
@@ -547,15 +531,13 @@ class _Steps:
     def _process(self, words: Sequence[str], side: _Side, shown: str) -> list[str] | None:
         """Runs a step; the files that ran, where its process told them."""
         wanted = side.python, side.variables
-        ready = [pair for pair in self._waiting if (pair[0].python, pair[0].variables) == wanted]
+        ready = [pair for pair in self.waiting if (pair[0].python, pair[0].variables) == wanted]
         line = None
         if ready:
-            self._waiting.remove(ready[0])
+            self.waiting.remove(ready[0])
             process, line = ready[0][1], (json.dumps(words[3:]) + "\n").encode()
         else:
-            process = subprocess.Popen(
-                words, env=self._environment(side), stdout=subprocess.DEVNULL, stderr=self._errors()
-            )
+            process = self._begin(words, side, stdout=subprocess.DEVNULL)
         try:
             answer, errors = process.communicate(line)
         except BaseException:  # Ctrl-C: the step has had it too, and a moment to end

@@ -13,11 +13,12 @@ whether the model is right at all, where all ways agree.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report, VerdictKind
-from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.experiments.result import SelfcheckLine, SelfcheckResult, SelfcheckStatus
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.output import output_folder
@@ -238,12 +239,7 @@ def selfcheck(
                 hint=did_you_mean(name, NAMES, count=1, then=f"there are {', '.join(NAMES)}"),
             )
     wanted = only or UNASKED
-    folder = (
-        Path(tempfile.mkdtemp(prefix="divergence-selfcheck-"))
-        if keep is None
-        else (output_folder(folder_of(keep)))
-    )
-    try:
+    with runs_folder(keep) as folder:
         given: Any = prompts
         if not prompts and prompts_file is None:
             # as text where the model has no tokenizer, which capture then says
@@ -313,9 +309,6 @@ def selfcheck(
             kept=None if keep is None else str(folder),
             seconds=round(time.perf_counter() - began, 1),
         )
-    finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Bench:
@@ -358,8 +351,8 @@ class _Bench:
         except DivergenceError as error:
             line = replace(line, status="not_run", reason=str(error))
         except Exception as error:  # what a runtime raises is its own
-            text = (str(error).splitlines() or [""])[0][:200]
-            line = replace(line, status="not_run", reason=f"{type(error).__name__}: {text}")
+            text = f"{type(error).__name__}: {first_line(error)}"
+            line = replace(line, status="not_run", reason=text)
         if line.verdict not in (None, "identical"):
             line = replace(line, next=self._closer(way))
         return replace(line, seconds=round(time.perf_counter() - began, 1))
@@ -413,6 +406,16 @@ class _Bench:
     def _say(self, done: int, total: int | None, what: Fact) -> None:
         if self._progress is not None:
             self._progress("selfcheck", done, total, sentence(what))
+
+
+@contextlib.contextmanager
+def runs_folder(keep: str | Path | None) -> Iterator[Path]:
+    """The folder ``keep`` for runs, or, where it is None, one that is removed behind the work."""
+    if keep is not None:
+        yield output_folder(folder_of(keep))
+        return
+    with tempfile.TemporaryDirectory(prefix="divergence-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _line_of(report: Report, *, prefill: bool) -> dict[str, Any]:

@@ -12,8 +12,6 @@ One failure stops nothing: the next step is tried, and the file holds them all.
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,19 +22,18 @@ from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.domain import hook_places, placed
-from divergence.errors import DivergenceError
+from divergence.errors import DivergenceError, first_line
 from divergence.experiments.localization.localize import localize
 from divergence.experiments.result import Selftest, Step, StepStatus
+from divergence.experiments.selfcheck import runs_folder
 from divergence.experiments.tiny import build
 from divergence.facts import Fact, fact, plain, sentence, worded
 from divergence.ops.replay import replay
-from divergence.output import output_folder
 from divergence.recording.api import make_run
 from divergence.recording.api import truth as make_truth
 from divergence.recording.machine import collect_environment, resolve_device
 from divergence.run.manifest import Environment, Switch
 from divergence.run.reader import Run
-from divergence.run.storage import folder_of
 from divergence.words import Progress, letter, silent
 
 _PROMPTS = (
@@ -75,34 +72,28 @@ def selftest(
     name = resolve_device(device)
     environment = collect_environment(name)
     steps: list[Step] = []
-    if keep is None:
-        folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
-    else:
-        folder = output_folder(folder_of(keep))
-    bench = Bench(name, folder, environment)
+    with runs_folder(keep) as folder:
+        bench = Bench(name, folder, environment)
 
-    def result(*, complete: bool) -> Selftest:
-        return Selftest(
-            tool_version=__version__,
-            device=name,
-            environment=environment,
-            switches=bench.switches,
-            fallbacks=bench.fallbacks,
-            steps=steps,
-            complete=complete,
-        )
+        def result(*, complete: bool) -> Selftest:
+            return Selftest(
+                tool_version=__version__,
+                device=name,
+                environment=environment,
+                switches=bench.switches,
+                fallbacks=bench.fallbacks,
+                steps=steps,
+                complete=complete,
+            )
 
-    try:
-        wanted = list(_steps(bench, quick))
-        for number, (title, work) in enumerate(wanted):
-            (progress or silent)("selftest", number, len(wanted), title)
-            steps.append(_tried(title, work))
-    except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(result(complete=False)) from interrupt
-    finally:
-        if keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return result(complete=True)
+        try:
+            wanted = list(_steps(bench, quick))
+            for number, (title, work) in enumerate(wanted):
+                (progress or silent)("selftest", number, len(wanted), title)
+                steps.append(_tried(title, work))
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(result(complete=False)) from interrupt
+        return result(complete=True)
 
 
 def _tried(title: str, work: Callable[[], Fact]) -> Step:
@@ -116,8 +107,7 @@ def _tried(title: str, work: Callable[[], Fact]) -> Step:
     except (_Failed, DivergenceError) as error:
         status, detail = "failed", str(error)
     except Exception as error:  # what a device's runtime raises is its own
-        text = (str(error).splitlines() or [""])[0][:300]
-        status, detail = "failed", f"{type(error).__name__}: {text}"
+        status, detail = "failed", f"{type(error).__name__}: {first_line(error, most=300)}"
     seconds = round(time.perf_counter() - began, 3)
     return worded(Step(name=title, status=status, seconds=seconds, seen=seen, detail=detail))
 
@@ -322,7 +312,7 @@ class Bench:
             matrix = torch.ones(2, 2, dtype=torch.float64, device=self.device)
             float((matrix @ matrix).sum())
         except Exception as error:
-            text = (str(error).splitlines() or [""])[0][:120]
+            text = first_line(error, most=120)
             raise _Skipped(f"the device has no float64 matrix product: {text}") from None
 
 

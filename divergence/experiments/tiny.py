@@ -35,14 +35,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from divergence.errors import RunExistsError, UsageError
+from divergence.errors import RunExistsError
 from divergence.output import output_folder, write_output
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -247,17 +247,17 @@ def build(
     hold what a build that was stopped has left.
 
     ``size``: "test" (3 blocks, hidden 64, vocabulary 512) or "demo" (12 blocks, hidden 256,
-    vocabulary 2048); ``num_blocks`` and ``hidden`` replace its values. ``tied``: whether the output
-    matrix is the input embedding; None takes what the architecture's own checkpoints do.
+    vocabulary 2048); ``num_blocks`` and ``hidden``, a multiple of twice the heads, replace its
+    values. ``tied``: whether the output matrix is the input embedding; None takes what the
+    architecture's own checkpoints do.
     """
     directory = Path(directory)
-    shape = _shape_of(size, num_blocks, hidden, architecture.tied if tied is None else tied)
-    if dtype not in get_args(Dtype):
-        raise UsageError(
-            f"a tiny model cannot have dtype {dtype!r}", hint=f"use {', '.join(get_args(Dtype))}"
-        )
-    if seed < 0:
-        raise UsageError(f"a seed cannot be negative, got {seed}", hint="use 0 or more")
+    shape = replace(
+        SIZES[size],
+        num_blocks=num_blocks or SIZES[size].num_blocks,
+        hidden=hidden or SIZES[size].hidden,
+        tied=architecture.tied if tied is None else tied,
+    )
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
     if any(name not in _FILES and not name.endswith(".tmp") for name in names):
         raise RunExistsError(
@@ -333,24 +333,6 @@ def _write_tokenizer(directory: Path, *, vocab_size: int, wrap: Wrap, chat_templ
     if chat_template:
         settings["chat_template"] = _CHAT_TEMPLATE
     _write_json(directory / "tokenizer_config.json", settings)
-
-
-def _shape_of(size: str, num_blocks: int | None, hidden: int | None, tied: bool) -> Shape:
-    if size not in SIZES:
-        raise UsageError(f"no size {size!r}", hint=f"use {', '.join(SIZES)}")
-    shape = replace(SIZES[size], tied=tied)
-    if num_blocks is not None:
-        shape = replace(shape, num_blocks=num_blocks)
-    if hidden is not None:
-        shape = replace(shape, hidden=hidden)
-    # Even head dims for rotary embeddings; heads of 16 divide what this divides.
-    unit = 2 * shape.num_heads
-    if shape.num_blocks < 1 or shape.hidden < unit or shape.hidden % unit:
-        raise UsageError(
-            f"{shape.num_blocks} blocks of hidden size {shape.hidden} make no model",
-            hint=f"use at least 1 block and a hidden size divisible by {unit}",
-        )
-    return shape
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

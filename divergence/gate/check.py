@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from divergence.errors import IncomparableError
 from divergence.facts import Fact, fact, sentence, worded
 from divergence.gate.golden import choose_golden, refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
-from divergence.gate.policy import PartLimits, Policy, TokensPolicy, load_policy
+from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
 from divergence.run.site import did_you_mean, near_names
@@ -228,28 +228,10 @@ def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
 
 
 _OF_MACHINES = (
-    "code",
-    "weights",
-    "prompt ids",
-    "labels",
-    "tokenizer",
-    "chat template",
-    "generated ids",
-    "dtype",
-    "batch shape",
-    "determinism",
-    "repeatability",
-    "driver",
-    "runtime",
-    "cpu",
-    "cpu model",
-    "architecture",
-    "torch build",
-    "threads",
-    "environment variables",
-    "planted faults",
-    "completeness",
-)
+    "code, weights, prompt ids, labels, tokenizer, chat template, generated ids, dtype, "
+    "batch shape, determinism, repeatability, driver, runtime, cpu, cpu model, architecture, "
+    "torch build, threads, environment variables, planted faults, completeness"
+).split(", ")
 """Checks whose difference gives a model's modules no other code and no other constants."""
 
 
@@ -425,23 +407,26 @@ def _notes(report: Report, policy: Policy) -> list[Fact]:
 
 def _failing_parts(report: Report, policy: Policy) -> Iterator[Failure]:
     """A number that no comparison has is a failure too: nothing was held against its limit."""
-    for part, table in policy.parts.items():
+    limits = [
+        (part, key, sign, name, limit)
+        for part, table in policy.parts.items()
+        for key, bounds, sign in (("max", table.max, 1), ("min", table.min, -1))
+        for name, limit in bounds.items()
+    ]
+    for part, key, sign, name, limit in limits:
         result = report.parts.get(part)
-        if result is not None:
-            yield from _beyond(part, table, result.numbers)
-
-
-def _beyond(part: str, table: PartLimits, numbers: Mapping[str, float]) -> Iterator[Failure]:
-    for key, limits, sign in (("max", table.max, 1), ("min", table.min, -1)):
-        for name, limit in limits.items():
-            value = numbers.get(name)
-            if value is not None and sign * value <= sign * limit:
-                continue
-            rule, allowed = f"{part}.{key}.{name}", f"{'<=' if sign > 0 else '>='} {limit:g}"
-            if value is None:
-                near = near_names(name, sorted(numbers))
-                what = fact("gate.not_known_here", name=name, near=near)
-                yield Failure(rule=rule, allowed=allowed, found="unknown", fact=what)
-                continue
+        value = None if result is None else result.numbers.get(name)
+        if result is None or (value is not None and sign * value <= sign * limit):
+            continue
+        allowed = f"{'<=' if sign > 0 else '>='} {limit:g}"
+        if value is None:
+            near = near_names(name, sorted(result.numbers))
+            what = fact("gate.not_known_here", name=name, near=near)
+        else:
             what = fact("gate.number_off", name=name, value=value, allowed=allowed)
-            yield Failure(rule=rule, allowed=allowed, found=f"{value:.6g}", fact=what)
+        yield Failure(
+            rule=f"{part}.{key}.{name}",
+            allowed=allowed,
+            found="unknown" if value is None else f"{value:.6g}",
+            fact=what,
+        )

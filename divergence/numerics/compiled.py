@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,21 +59,29 @@ def jit(function: Function) -> Function:
     return compiled
 
 
-def _instructions(typed: Callable[..., Typed]) -> Callable[..., Any]:
-    """An intrinsic as loops call it: on the elements alone, of whatever width they are."""
-    instruction: Callable[..., Any] = intrinsic(typed)
-    return instruction
+def _instruction(signature_of: Callable[..., Signature]) -> Callable[..., Any]:
+    """Make an intrinsic, which loops call on elements of whatever width, of ``write(builder,
+    *arguments)``, which makes its code. ``signature_of``: of the elements' types, its own."""
 
+    def decorated(write: Callable[..., Value]) -> Any:
+        def typed(typing: BaseContext, *kinds: Type) -> Typed:
+            def generate(
+                context: BaseContext,
+                builder: IRBuilder,
+                signature: Signature,
+                arguments: Sequence[Value],
+            ) -> Value:
+                return write(builder, *arguments)
 
-def _typed(signature: Signature, write: Callable[..., Value]) -> Typed:
-    """``write(builder, *arguments)`` makes the code; it needs no more of what numba hands out."""
+            return signature_of(*kinds), generate
 
-    def generate(
-        context: BaseContext, builder: IRBuilder, signature: Signature, arguments: Sequence[Value]
-    ) -> Value:
-        return write(builder, *arguments)
+        own = inspect.signature(signature_of).parameters.values()
+        first = inspect.Parameter("typing", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        typed.__signature__ = inspect.Signature([first, *own])  # type: ignore[attr-defined]  # numba reads it
+        typed.__name__ = write.__name__
+        return intrinsic(typed)
 
-    return signature, generate
+    return decorated
 
 
 def _widened(
@@ -97,99 +106,74 @@ def _widened(
     return value
 
 
-@_instructions
-def number(typing: BaseContext, stored: Type) -> Typed:
-    """The float64 that a stored element stands for."""
+def _number(typing: BaseContext, stored: Type) -> Typed:
     return types.float64(stored), _widened
 
 
-@_instructions
-def magnitude(typing: BaseContext, value: Type) -> Typed:
+number: Any = intrinsic(_number)
+"""The float64 that a stored element stands for."""
+
+
+@_instruction(lambda value: types.int64(types.float64))
+def magnitude(builder: IRBuilder, x: Value) -> Value:
     """The bits of |value| as int64: in the order of the magnitudes, inf and then nan beyond."""
-
-    def write(builder: IRBuilder, x: Value) -> Value:
-        return builder.and_(builder.bitcast(x, _I64), _I64(2**63 - 1))
-
-    return _typed(types.int64(types.float64), write)
+    return builder.and_(builder.bitcast(x, _I64), _I64(2**63 - 1))
 
 
-@_instructions
-def sign_of_order(typing: BaseContext, value: Type) -> Typed:
+@_instruction(lambda value: types.int64(types.float64))
+def sign_of_order(builder: IRBuilder, x: Value) -> Value:
     """The bits of ``value`` as an int64 in the order of the values: -nan, -inf, ..., inf, nan."""
-
-    def write(builder: IRBuilder, x: Value) -> Value:
-        bits = builder.bitcast(x, _I64)
-        return builder.xor(bits, builder.lshr(builder.ashr(bits, _I64(63)), _I64(1)))
-
-    return _typed(types.int64(types.float64), write)
+    bits = builder.bitcast(x, _I64)
+    return builder.xor(bits, builder.lshr(builder.ashr(bits, _I64(63)), _I64(1)))
 
 
-@_instructions
-def key(typing: BaseContext, bits: Type) -> Typed:
+@_instruction(lambda bits: bits(bits))
+def key(builder: IRBuilder, x: Value) -> Value:
     """Position on the lattice of a signed bit pattern; see divergence.numerics.ulp."""
-
-    def write(builder: IRBuilder, x: Value) -> Value:
-        sign = builder.ashr(x, x.type(x.type.width - 1))
-        return builder.sub(builder.xor(builder.lshr(sign, x.type(1)), x), sign)
-
-    return _typed(bits(bits), write)
+    sign = builder.ashr(x, x.type(x.type.width - 1))
+    return builder.sub(builder.xor(builder.lshr(sign, x.type(1)), x), sign)
 
 
-@_instructions
-def distance(typing: BaseContext, left: Any, right: Any) -> Typed:
-    """|left - right| as an unsigned integer of the same width, exact where it wraps."""
-
-    def write(builder: IRBuilder, x: Value, y: Value) -> Value:
-        higher = builder.icmp_signed(">", x, y)
-        return builder.sub(builder.select(higher, x, y), builder.select(higher, y, x))
-
-    kinds: dict[int, Type] = {16: types.uint16, 32: types.uint32, 64: types.uint64}
-    return _typed(kinds[left.bitwidth](left, left), write)
+_UNSIGNED: dict[int, Type] = {16: types.uint16, 32: types.uint32, 64: types.uint64}
 
 
-@_instructions
-def in_range(typing: BaseContext, value: Type, low: Type, high: Type) -> Typed:
-    """low <= |value| <= high."""
-
-    def write(builder: IRBuilder, x: Value, low: Value, high: Value) -> Value:
-        negated = builder.sub(x.type(0), x)
-        size = builder.select(builder.icmp_signed("<", x, x.type(0)), negated, x)
-        return builder.and_(
-            builder.icmp_signed(">=", size, low), builder.icmp_signed("<=", size, high)
-        )
-
-    return _typed(types.boolean(value, value, value), write)
+@_instruction(lambda left, right: _UNSIGNED[left.bitwidth](left, left))
+def distance(builder: IRBuilder, x: Value, y: Value) -> Value:
+    """|x - y| as an unsigned integer of the same width, exact where it wraps."""
+    higher = builder.icmp_signed(">", x, y)
+    return builder.sub(builder.select(higher, x, y), builder.select(higher, y, x))
 
 
-@_instructions
-def or_zero(typing: BaseContext, keep: Type, value: Type) -> Typed:
-    """``value`` where ``keep``, else 0."""
-
-    def write(builder: IRBuilder, keep: Value, x: Value) -> Value:
-        return builder.select(keep, x, x.type(0))
-
-    return _typed(value(types.boolean, value), write)
+@_instruction(lambda value, low, high: types.boolean(value, value, value))
+def in_range(builder: IRBuilder, x: Value, low: Value, high: Value) -> Value:
+    """low <= |x| <= high."""
+    negated = builder.sub(x.type(0), x)
+    size = builder.select(builder.icmp_signed("<", x, x.type(0)), negated, x)
+    return builder.and_(builder.icmp_signed(">=", size, low), builder.icmp_signed("<=", size, high))
 
 
-@_instructions
-def larger(typing: BaseContext, left: Any, right: Any) -> Typed:
-    """The larger of two integers of one type."""
-    order = "icmp_signed" if left.signed else "icmp_unsigned"
-
-    def write(builder: IRBuilder, x: Value, y: Value) -> Value:
-        return builder.select(getattr(builder, order)(">", x, y), x, y)
-
-    return _typed(left(left, left), write)
+@_instruction(lambda keep, value: value(types.boolean, value))
+def or_zero(builder: IRBuilder, keep: Value, x: Value) -> Value:
+    """``x`` where ``keep``, else 0."""
+    return builder.select(keep, x, x.type(0))
 
 
-@_instructions
-def add_if(typing: BaseContext, count: Type, condition: Type) -> Typed:
+@_instruction(lambda left, right: left(left, left))
+def larger(builder: IRBuilder, x: Value, y: Value) -> Value:
+    """The larger of two signed integers of one type."""
+    return builder.select(builder.icmp_signed(">", x, y), x, y)
+
+
+@_instruction(lambda left, right: left(left, left))
+def farther(builder: IRBuilder, x: Value, y: Value) -> Value:
+    """The larger of two distances of one type."""
+    return builder.select(builder.icmp_unsigned(">", x, y), x, y)
+
+
+@_instruction(lambda count, condition: count(count, types.boolean))
+def add_if(builder: IRBuilder, count: Value, condition: Value) -> Value:
     """``count`` + 1 where ``condition``, in the counter's own width."""
-
-    def write(builder: IRBuilder, count: Value, condition: Value) -> Value:
-        return builder.add(count, builder.zext(condition, count.type))
-
-    return _typed(count(count, types.boolean), write)
+    return builder.add(count, builder.zext(condition, count.type))
 
 
 # The sums of divergence.numerics.sums in one compiled pass, and those of pairs.against.
@@ -666,7 +650,7 @@ def count_steps(
                 n2 = add_if(n2, d > s2)
                 n3 = add_if(n3, d > s3)
                 n4 = add_if(n4, d > s4)
-                top = larger(top, d)
+                top = farther(top, d)
             counts[0] += n
             counts[1] += over1
             counts[2] = max(counts[2], np.uint64(top))
@@ -706,7 +690,7 @@ def pick_beyond(
                 n = add_if(n, keep)
                 over1 = add_if(over1, d > one)
                 at = add_if(at, d == bound)
-                top = larger(top, d)
+                top = farther(top, d)
                 run[j] = d
             counts[0] += n
             counts[1] += over1
@@ -717,25 +701,3 @@ def pick_beyond(
                     beyond[num_beyond] = run[j]
                     num_beyond += run[j] > bound
     return num_beyond
-
-
-@jit
-def sample(
-    a: np.ndarray,
-    b: np.ndarray,
-    rows: np.ndarray,
-    low: np.signedinteger,
-    high: np.signedinteger,
-    nothing: np.signedinteger,
-    length: int,
-    distances: np.ndarray,
-) -> int:
-    """Distances of up to ``length`` elements at the start of each of ``rows``."""
-    num = 0
-    for row in rows:
-        for j in range(min(length, a.shape[1])):
-            p, q = key(a[row, j]), key(b[row, j])
-            keep = in_range(p, low, high) & in_range(q, nothing, high)
-            distances[num] = or_zero(keep, distance(p, q))
-            num += 1
-    return num

@@ -118,13 +118,13 @@ class OnDevice:
 
     def gather(self, sums: Sums, rows: Rows) -> Sums:
         """Run ``sums`` over ``rows``."""
-        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        for part, x, y in self._chunks(numbers):
+        for part, x, y in self.chunks(rows):
             self._add(sums, part, x, y)
         return sums
 
-    def _chunks(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+    def chunks(self, rows: Rows) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
         """(row numbers, a, b) as they are stored, on the device."""
+        rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         count = max(1, _CHUNK // max(1, self._a.num_cols))
         for start in range(0, len(rows) if self._a.num_cols else 0, count):
             part = rows[start : start + count]
@@ -132,13 +132,10 @@ class OnDevice:
             if self._kept is not None and name in self._kept:
                 x, y = self._kept[name]
             else:
-                x, y = (self._send(grid, part) for grid in (self._a, self._b))
+                x, y = (_rows_there(grid, part, self._device) for grid in (self._a, self._b))
                 if self._kept is not None:
                     self._kept[name] = (x, y)
             yield part, x, y
-
-    def _send(self, grid: Grid, rows: np.ndarray) -> torch.Tensor:
-        return _rows_there(grid, rows, self._device)
 
     def _add(self, sums: Sums, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> None:
         a, b = x.double(), y.double()
@@ -165,30 +162,23 @@ class OnDevice:
             row, col = divmod(at, self._a.num_cols)
             sums.max_abs, sums.max_at = whole[2], int(rows[row]) * self._a.num_cols + col
         if self._base is not None:
-            update = a - self._send(self._base, rows).double()
+            update = a - _rows_there(self._base, rows, self._device).double()
             update = update.masked_fill(~(keep & update.isfinite()), 0.0)
             sums.row_update[rows] += update.square().sum(1).cpu().numpy()
 
-    def distances(
-        self, form: Format, *, rows: Rows, smallest_key: int, check: bool
-    ) -> _OnDeviceCounts:
-        """The counting of their distances in ``form``, for divergence.numerics.ulp."""
-        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
 
-
-class _OnDeviceCounts:
+class OnDeviceCounts:
     """Ulp distances in formats of up to 32 bits: in int64 every distance is itself."""
 
     def __init__(
-        self, pair: OnDevice, form: Format, *, rows: np.ndarray, smallest_key: int, check: bool
+        self, pair: OnDevice, form: Format, *, rows: Rows, smallest_key: int, check: bool
     ) -> None:
         self._pair, self._form, self._rows = pair, form, rows
         self._smallest_key, self._check = smallest_key, check
 
     def guess(self) -> tuple[int, int] | None:
         """Guess from every n-th element of the first chunk."""
-        for _, x, y in self._pair._chunks(self._rows):
+        for _, x, y in self._pair.chunks(self._rows):
             distance, _ = self._block(x, y)
             if distance.numel() <= _FEW:
                 return None
@@ -201,7 +191,7 @@ class _OnDeviceCounts:
         """All distances; ``threads`` are the device's own."""
         tail = Tail(bound, steps)
         assert len(steps) <= MOST_STEPS
-        for _, x, y in self._pair._chunks(self._rows):
+        for _, x, y in self._pair.chunks(self._rows):
             distance, keep = self._block(x, y)
             wanted = [keep.sum(), (distance > 1).sum(), distance.max(), (distance == bound).sum()]
             wanted += [(distance > step).sum() for step in steps]

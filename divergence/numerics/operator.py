@@ -133,29 +133,8 @@ def measure_operator(
         usual = norm[kept].median()
         kept |= (x.abs().amax(1) > 0) | (y.abs().amax(1) > 0)
         norm = norm.clamp_min(usual)
-    if not bool(kept.any()):
-        if not any(counts) and others is None:
-            return None
-        none = torch.zeros(0, dtype=torch.float64)
-        return OperatorErrors(
-            reference=none,
-            candidate=none,
-            between=none,
-            floor=none,
-            numbers=none.reshape(2, 0),
-            columns=before or (none, 0),
-            column_reference=none,
-            column_candidate=none,
-            column_floor=none,
-            column_fourth=none.reshape(2, 0),
-            num_nonfinite=counts,
-            over_1_ulp=(0.0, 0.0),
-            rows=none.long(),
-            shape=tuple(a.shape[:-1]),
-            norm=none,
-            counts=none.long(),
-            masked=others,
-        )
+    if not bool(kept.any()) and not any(counts) and others is None:
+        return None
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)
     if truth is None:

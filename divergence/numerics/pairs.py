@@ -114,6 +114,9 @@ def narrower(a: Format, b: Format) -> Format | None:
     return min(a, b, key=lambda form: (form.itemsize, form.mantissa_bits))
 
 
+_ULP = ("ulp_share_over_1", "ulp_p99", "ulp_max")
+
+
 class _Pair:
     """One call of measure_pair: the grids, the rows, and what the passes leave behind."""
 
@@ -197,11 +200,12 @@ class _Pair:
         per_row[self.real] = root_ratios(row_d, row_a)
         per_row[~self.row_finite] = np.nan
         norms = np.sqrt(row_a)
-        usual = _median(np.sort(norms)) if len(norms) else 0.0
+        usual = float(median(np.sort(norms))) if len(norms) else 0.0
         sinks = norms > (SINK_FACTOR * usual if usual else math.inf)
         n = sums.num_finite
         spread = max(0.0, sums.product_squares - product**2 / max(n, 1)) * n / max(n - 1, 1)
         values = np.sort(per_row[~np.isnan(per_row)])
+        values = values if len(values) else np.zeros(1)
         width = self.a.width
         col_a, col_d = (x.reshape(-1, width).sum(axis=1) for x in (sums.col_a, sums.col_d))
         unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
@@ -247,14 +251,12 @@ class _Pair:
             mask_alike=sums.nonfinite["mask_alike"],
             **self._largest(sums, shape),
             **self._ulp(sums, ulp_form, a2),
-            token_rel_l2_median=_median(values) if len(values) else 0.0,
+            token_rel_l2_median=float(median(values)),
             token_rel_l2_p99=float(
                 values[max(0, math.ceil(0.99 * len(values) - 1))]
-            )  # inverted cdf
-            if len(values)
-            else 0.0,
-            token_rel_l2_max=float(values[-1]) if len(values) else 0.0,
-            worst_row=int(np.nanargmax(per_row)) if len(values) else None,
+            ),  # inverted cdf
+            token_rel_l2_max=float(values[-1]),
+            worst_row=None if np.isnan(per_row).all() else int(np.nanargmax(per_row)),
             channel_rel_l2_max=math.sqrt(ratios[worst]) if len(ratios) else 0.0,
             worst_channel=worst if len(ratios) else None,
         )
@@ -311,9 +313,7 @@ class _Pair:
 
     def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, Any]:
         if sums.max_at < 0:
-            return dict.fromkeys(("max_abs_index", "max_abs_reference", "max_abs_candidate")) | {
-                "max_abs": 0.0
-            }
+            return {"max_abs": 0.0}
         a, b = self.a.at(sums.max_at), self.b.at(sums.max_at)
         at = np.unravel_index(sums.max_at // self.a.width, shape) if shape else ()
         return {
@@ -324,11 +324,10 @@ class _Pair:
         }
 
     def _ulp(self, sums: Sums, form: Format | None, a2: float) -> dict[str, Any]:
-        names = ("ulp_share_over_1", "ulp_p99", "ulp_max")
         if form is None:
-            return dict.fromkeys((*names, "ulp_format"))
+            return {}
         if sums.max_at < 0 or not sums.num_finite:
-            return dict.fromkeys(names, 0.0) | {"ulp_format": form.name}
+            return dict.fromkeys(_ULP, 0.0) | {"ulp_format": form.name}
         counts = count_ulp(
             self.a,
             self.b,
@@ -347,13 +346,6 @@ class _Pair:
             "ulp_p99": counts.p99,
             "ulp_max": counts.max,
         }
-
-
-def _median(ordered: np.ndarray) -> float:
-    """Take the median of values in order; np.median takes longer than all of a decode step's
-    arithmetic."""
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return float(low if low == high else (low + high) / 2)
 
 
 def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
@@ -628,9 +620,8 @@ class _Block:
         }
 
     def _ulp(self, form: Format | None, differs: np.ndarray, a2: np.ndarray) -> dict[str, Any]:
-        names = ("ulp_share_over_1", "ulp_p99", "ulp_max")
         if form is None:
-            return dict.fromkeys(names, [None] * self.count)
+            return {}
         n = self.rows * self.columns
         keys_a, keys_b = (
             key_array(stored(grid, form, slice(0, grid.num_rows), _EVERY), form)
@@ -684,9 +675,10 @@ def _tops(distance: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def median(ordered: np.ndarray) -> np.ndarray:
-    """Take the median of each row of values in order."""
-    count = ordered.shape[1]
-    low, high = ordered[:, (count - 1) // 2], ordered[:, count // 2]
+    """Take the median along the last axis of values in order; np.median takes longer than all of a
+    decode step's arithmetic."""
+    count = ordered.shape[-1]
+    low, high = ordered[..., (count - 1) // 2], ordered[..., count // 2]
     return np.where(low == high, low, (low + high) / 2)
 
 

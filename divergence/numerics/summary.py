@@ -62,24 +62,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_zero: int = 0
 
 
+_COUNTS = ("num_nan", "num_posinf", "num_neginf", "num_zero")
+
+
 def summary_of(
-    count: int,
-    low: float,
-    high: float,
-    mean: float,
-    rms: float,
-    num_nan: int,
-    num_posinf: int,
-    num_neginf: int,
-    num_zero: int,
+    count: int, low: float, high: float, mean: float, rms: float, *others: int
 ) -> Summary:
-    """Make the summary of ``count`` finite elements, and of what is none."""
-    counts = {
-        "num_nan": num_nan,
-        "num_posinf": num_posinf,
-        "num_neginf": num_neginf,
-        "num_zero": num_zero,
-    }
+    """Make the summary of ``count`` finite elements; ``others``: how many are nan, +inf, -inf and
+    zero."""
+    counts = dict(zip(_COUNTS, others, strict=True))
     if not count:
         return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
     top = max(abs(low), abs(high))

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -294,11 +294,6 @@ def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return total
 
 
-def _column_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    sums: np.ndarray = np.einsum("ij,ij->j", x, y)
-    return sums
-
-
 def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Σ_i x[i, j] y[i, j] per column in float64. Runs of at most 64 rows are summed in the
     block's own precision: taller blocks are folded, k rows side by side."""
@@ -306,11 +301,11 @@ def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if rows == 1:
         return np.asarray(x[0] * y[0], np.float64)
     if rows <= 64:
-        return _column_sums(x, y).astype(np.float64)
+        return np.asarray(np.einsum("ij,ij->j", x, y), np.float64)
     fold = -(-rows // 64)
     whole = rows - rows % fold
     shape = (whole // fold, fold * cols)
-    sums = _column_sums(x[:whole].reshape(shape), y[:whole].reshape(shape))
+    sums = np.einsum("ij,ij->j", x[:whole].reshape(shape), y[:whole].reshape(shape))
     total: np.ndarray = sums.reshape(fold, cols).sum(axis=0, dtype=np.float64)
     if whole < rows:
         total += np.multiply(x[whole:], y[whole:]).sum(axis=0, dtype=np.float64)
@@ -322,20 +317,10 @@ def columns_of_many(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if x.shape[1] == 1:
         return np.asarray((x * y)[:, 0], np.float64)
     if x.shape[1] <= 64:
-        sums: np.ndarray = np.einsum("nij,nij->nj", x, y)
-        return sums.astype(np.float64)
+        return np.asarray(np.einsum("nij,nij->nj", x, y), np.float64)
     return np.array([column_dots(*block) for block in zip(x, y, strict=True)])
 
 
-class Divisible(Protocol):
-    """Can be shared out: a list, range or array; a part of it is one too, items in order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> Self: ...
-
-
-Items = TypeVar("Items", bound=Divisible)
 Result = TypeVar("Result")
 
 
@@ -347,8 +332,9 @@ def num_threads() -> int:
     return max(1, min(_MOST_THREADS, int(text) if text.isdecimal() else own or 1))
 
 
-def run_split(work: Callable[[Items], Result], items: Items, *, threads: int) -> list[Result]:
-    """``work`` on ``threads`` contiguous parts of ``items``; results in the items' order."""
+def run_split(work: Callable[[Any], Result], items: Any, *, threads: int) -> list[Result]:
+    """``work`` on ``threads`` contiguous parts of ``items``, a list, range or array; results in the
+    items' order."""
     threads = max(1, min(threads, len(items)))
     edges = [len(items) * number // threads for number in range(threads + 1)]
     parts = [items[edges[number] : edges[number + 1]] for number in range(threads)]
@@ -561,17 +547,8 @@ def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
     return sums
 
 
-NONFINITE = (
-    "a_nan",
-    "a_inf",
-    "a_neginf",
-    "b_nan",
-    "b_inf",
-    "b_neginf",
-    "differ",
-    "a_alone",
-    "b_alone",
-    "mask_alike",
+NONFINITE = tuple(
+    "a_nan a_inf a_neginf b_nan b_inf b_neginf differ a_alone b_alone mask_alike".split()
 )
 """What is counted. ``a_inf``: infinities of both signs, ``a_neginf`` those below; ``differ``:
 places where the sides do not agree; ``a_alone``: of them, those where b is finite."""

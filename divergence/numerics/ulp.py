@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.arrays import Tensor
+    from divergence.numerics.on_device import OnDevice, OnDeviceCounts
 
 # Distance in representable values of a named format.
 #
@@ -172,7 +173,7 @@ def count_ulp(
     threads: int = 1,
     block: int = BLOCK,
     kernel: Kernel = "numpy",
-    there: Elsewhere | None = None,
+    there: OnDevice | None = None,
 ) -> UlpCounts:
     """Distances in ``form`` between ``rows`` of a and b where |a| >= u · ``rms``.
 
@@ -187,13 +188,14 @@ def count_ulp(
     # both by nothing that compiled loops see
     names = {a.format.name, b.format.name, form.name}
     looped = form.name in READABLE and (not check_finite or len(names) == 1)
-    counting: Counting
+    counting: InBlocks | OnDeviceCounts
     if there is not None and form.itemsize <= 4:
-        counting = there.distances(form, rows=rows, smallest_key=smallest, check=check_finite)
-    elif kernel == "compiled" and looped:
-        counting = InLoops(a, b, form, rows=rows, smallest_key=smallest, check=check_finite)
+        from divergence.numerics.on_device import OnDeviceCounts
+
+        counting = OnDeviceCounts(there, form, rows=rows, smallest_key=smallest, check=check_finite)
     else:
-        counting = InBlocks(
+        counted_by = InLoops if kernel == "compiled" and looped else InBlocks
+        counting = counted_by(
             a, b, form, rows=rows, smallest_key=smallest, check=check_finite, block=block
         )
     guess = counting.guess()
@@ -254,7 +256,6 @@ def smallest_key(form: Format, magnitude: float) -> int:
 
 
 _NUM_RUNS, _RUN = 16, 1024
-_LOOP_RUN, _FEW = 512, 1 << 14
 MOST_STEPS = 5
 """Counting what exceeds one value costs a tenth of picking out what exceeds it."""
 
@@ -287,24 +288,6 @@ class Tail:
             self.beyond.append(distance[np.greater(distance, self.bound, out=mask)])
 
 
-class Counting(Protocol):
-    """One pair in one format, under one mask."""
-
-    def guess(self) -> tuple[int, int] | None:
-        """The 97th and 99.9th percentile of a sample; None where all there is would fit in."""
-
-    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
-        """All distances, by thread."""
-
-
-class Elsewhere(Protocol):
-    """A pair that lies on a device."""
-
-    def distances(
-        self, form: Format, *, rows: Rows, smallest_key: int, check: bool
-    ) -> Counting: ...
-
-
 class InBlocks:
     """Masked distances of one block after another, in numpy: any format."""
 
@@ -321,11 +304,11 @@ class InBlocks:
     ) -> None:
         """``check``: leave out what is not finite on both sides."""
         self._a, self._b, self._form, self._check = a, b, form, check
-        self._smallest_key = smallest_key
+        self._smallest_key, self._rows = smallest_key, rows
         self._parts = tiles(rows, a.num_cols, block=block)
 
     def guess(self) -> tuple[int, int] | None:
-        """Guess from up to 16 blocks' first runs."""
+        """The 97th and 99.9th percentile of a sample: of up to 16 blocks' first runs."""
         distances, buffers = [], self._buffers()
         for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
             stop = min(cols.stop, cols.start + _RUN)
@@ -339,6 +322,8 @@ class InBlocks:
         return _percentiles(np.concatenate(distances)) if distances else (0, 0)
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        """All distances, by thread."""
+
         def work(parts: list[tuple[Rows, slice]]) -> Tail:
             tail, buffers = Tail(bound, steps), self._buffers()
             for rows, cols in parts:
@@ -372,45 +357,19 @@ class InBlocks:
         return distance, num_counted, keep
 
 
-class InLoops:
-    """Masked distances in compiled loops, for formats of 16 to 64 bits."""
-
-    def __init__(
-        self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool
-    ) -> None:
-        """``smallest_key`` that counts; ``check``: leave out what is not finite on both sides."""
-        self._a, self._b, self._form = a, b, form
-        self._rows: np.ndarray = (
-            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        )
-        low, high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
-        if check:
-            high = int(stored_bits(np.array([form.max]), form)[0])
-        signed: type[np.signedinteger] = np.dtype(f"i{form.itemsize}").type
-        self._keys = signed(low), signed(high), signed(0)
-        self._unsigned: type[np.unsignedinteger] = np.dtype(f"u{form.itemsize}").type
-
-    def guess(self) -> tuple[int, int] | None:
-        """Guess from the first 512 elements of up to 16 rows, or more of each where they are few,
-        or of more where they are short."""
-        num_cols = self._a.num_cols
-        if len(self._rows) * num_cols <= _FEW:
-            return None
-        from divergence.numerics.compiled import sample
-
-        length = max(_LOOP_RUN, _FEW // len(self._rows) // 2)
-        count = max(16, _FEW // 2 // min(num_cols, length))
-        a, b, rows = self._bits(self._rows[:: max(1, len(self._rows) // count)])
-        sampled = np.empty(len(rows) * min(length, num_cols), self._unsigned)
-        sample(a, b, rows, *self._keys, length, sampled)
-        return _percentiles(sampled)
+class InLoops(InBlocks):
+    """The same in compiled loops, for formats of 16 to 64 bits."""
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
-        """All distances, by thread."""
         from divergence.numerics.compiled import RUN_DISTANCES, count_steps, pick_beyond
 
-        kind = self._unsigned
-        most = np.iinfo(kind).max
+        size = self._form.itemsize
+        kind: type[np.unsignedinteger] = np.dtype(f"u{size}").type
+        signed: type[np.signedinteger] = np.dtype(f"i{size}").type
+        most, high = np.iinfo(kind).max, np.iinfo(signed).max
+        if self._check:
+            high = int(stored_bits(np.array([self._form.max]), self._form)[0])
+        keys = signed(self._smallest_key), signed(high), signed(0)
         values = tuple(kind(min(steps.start + step, most)) for step in range(MOST_STEPS))
         # rows at once: 4 million elements, so that what is picked out or rounded stays small
         at_once = max(1, (1 << 22) // max(1, self._a.num_cols))
@@ -421,14 +380,14 @@ class InLoops:
                 a, b, rows = self._bits(part[start : start + at_once])
                 counts, over = np.zeros(4, np.uint64), np.zeros(MOST_STEPS, np.int64)
                 if steps:
-                    count_steps(a, b, rows, *self._keys, kind(0), kind(1), values, counts, over)
+                    count_steps(a, b, rows, *keys, kind(0), kind(1), values, counts, over)
                     tail.num_over += over[: len(steps)]
                 else:
                     run: np.ndarray = np.empty(RUN_DISTANCES, kind)
                     # one more than can be found: the loop writes before it knows
                     beyond = np.empty(len(rows) * a.shape[1] + 1, kind)
                     num_beyond = pick_beyond(
-                        a, b, rows, *self._keys, kind(0), kind(1), kind(bound), counts, run, beyond
+                        a, b, rows, *keys, kind(0), kind(1), kind(bound), counts, run, beyond
                     )
                     tail.beyond.append(beyond[:num_beyond].copy())
                 counted, over_1, largest, at_bound = counts.tolist()
@@ -438,7 +397,9 @@ class InLoops:
                 tail.num_at_bound += at_bound
             return tail
 
-        return run_split(work, self._rows, threads=threads)
+        rows = self._rows
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return run_split(work, numbers, threads=threads)
 
     def _bits(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Both sides' bit patterns in the format, and the numbers of ``rows`` there."""

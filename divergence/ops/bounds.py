@@ -344,6 +344,13 @@ def _attention_gradient(bound: Bound) -> None:
     mask_fits(bound.get("attn_mask"), (*query[:3], key[2]))
 
 
+FUSED_ATTENTION = tuple(
+    f"_scaled_dot_product_{kind}"
+    for kind in "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention "
+    "fused_attention_overrideable".split()
+)
+"""torch's operators of fused attention that take a query, a key and a value."""
+
 _CHECKS: dict[str, Callable[[Bound], object]] = {
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _gradient),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _norm_gradient),
@@ -351,50 +358,25 @@ _CHECKS: dict[str, Callable[[Bound], object]] = {
     "embedding_dense_backward": _embedding_gradient,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_gradient,
     **dict.fromkeys(
-        (
-            "index_select",
-            "index_add",
-            "index_copy",
-            "index_reduce",
-            "gather",
-            "scatter",
-            "scatter_add",
-            "scatter_reduce",
-        ),
+        "index_select index_add index_copy index_reduce gather scatter scatter_add "
+        "scatter_reduce".split(),
         _along,
     ),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),
     **dict.fromkeys(("take", "put"), _take),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _ends),
-    **{
-        f"_scaled_dot_product_{name}": _attention
-        for name in (
-            "flash_attention",
-            "flash_attention_for_cpu",
-            "efficient_attention",
-            "cudnn_attention",
-            "fused_attention_overrideable",
-        )
-    },
+    **dict.fromkeys((*FUSED_ATTENTION, "_scaled_dot_product_attention_math_for_mps"), _attention),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), normalized_axes),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fourier),
     **dict.fromkeys(
-        (
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "batch_norm",
-            "_native_batch_norm_legit_functional",
-            "_native_batch_norm_legit_no_training",
-            "cudnn_batch_norm",
-        ),
+        "batch_norm native_batch_norm cudnn_batch_norm _native_batch_norm_legit "
+        "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training".split(),
         _batch_norm,
     ),
     "_weight_norm_interface": _weight_norm,
-    "_scaled_dot_product_attention_math_for_mps": _attention,
+    **dict.fromkeys(("_efficient_attention_forward", "_flash_attention_forward"), _forward),
     "bincount": _bincount,
-    "_efficient_attention_forward": _forward,
     "embedding": _embedding,
-    "_flash_attention_forward": _forward,
     "index_fill": partial(_along, negative=True),
     "native_group_norm": _group_norm,
     "repeat_interleave": _repeats,

@@ -29,7 +29,7 @@ from divergence.ops.allowed import (
     schema_name,
     short_name,
 )
-from divergence.ops.bounds import Bound, Checking, check_bounds
+from divergence.ops.bounds import FUSED_ATTENTION, Bound, Checking, check_bounds
 from divergence.ops.weights import Weights
 from divergence.recording.dispatch import draws_random_numbers, tensors_in, written_arguments
 from divergence.recording.machine import deterministic_settings, resolve_device
@@ -479,15 +479,6 @@ def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.
     return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
 
 
-def _softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
-    """``half_to_float`` asks for a float32 result of narrower input: here all is wide."""
-    return torch.softmax(bound["self"], bound["dim"])
-
-
-def _log_softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
-    return torch.log_softmax(bound["self"], bound["dim"])
-
-
 def _rms_norm(bound: Bound, operands: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, 1/rms). Without eps it is that of what torch computes the norm in: float32 for
     narrower inputs."""
@@ -547,21 +538,13 @@ def _attention_gradient(
 
 
 _DEFINITIONS: dict[str, Definition] = {
-    **{
-        f"aten._scaled_dot_product_{name}.default": _attention
-        for name in (
-            "flash_attention",
-            "flash_attention_for_cpu",
-            "efficient_attention",
-            "cudnn_attention",
-            "fused_attention_overrideable",
-        )
-    },
+    **{f"aten.{name}.default": _attention for name in FUSED_ATTENTION},
     "aten._softmax_backward_data.default": _softmax_gradient,
     "aten._log_softmax_backward_data.default": _log_softmax_gradient,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_gradient,
-    "aten._softmax.default": _softmax,
-    "aten._log_softmax.default": _log_softmax,
+    # ``half_to_float`` asks for a float32 result of narrower input: here all is wide
+    "aten._softmax.default": lambda bound, _: torch.softmax(bound["self"], bound["dim"]),
+    "aten._log_softmax.default": lambda bound, _: torch.log_softmax(bound["self"], bound["dim"]),
     "aten._fused_rms_norm.default": _rms_norm,
     "aten._scaled_mm.default": _scaled_mm,
     "aten._weight_int8pack_mm.default": _int8pack,

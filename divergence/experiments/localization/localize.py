@@ -292,9 +292,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, Fact | None]
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
     standouts = [item.block for item in verdict.evidence if item.block is not None]
-    if (
-        verdict.kind in ("within_floor", "drift") and standouts
-    ):  # below every limit, and yet worth a look
+    if verdict.kind in ("within_floor", "drift") and standouts:  # below every limit, but seen
         return standouts[0], None
     first = verdict.evidence[:1] or verdict.headline
     return None, fact("experiments.nothing_to_go_into", kind=verdict.kind, first=first)
@@ -714,7 +712,7 @@ def decided(
     """The verdict of the descent, which all that is printed of it says: the operator ``first`` of
     the last comparison ``deep``, by the side that ``named`` leaves. Of an operator that is right
     ``alone`` what it is ``given`` is the reason, where nothing else is known."""
-    operators, decided_verdict = deep.operators, deep.verdict
+    operators, above = deep.operators, deep.verdict
     assert operators is not None
     inputs = [item for item in given[:1] if item.difference]
     if is_right_alone(alone) and inputs and not (first.other_inputs or first.region):
@@ -724,22 +722,17 @@ def decided(
     finding = finding_of(replace(operators, side=side, results=results))
     verdict = decide([finding], deep.preflight).verdict
     checks = verdict.checks
-    same_block = decided_verdict.onset is not None and decided_verdict.onset.block in (
-        None,
-        first.block,
-    )
-    if (
-        same_block
-        and CONFIDENCE_ORDER[decided_verdict.confidence] > CONFIDENCE_ORDER[verdict.confidence]
-    ):
-        checks = decided_verdict.checks  # that the block is wrong is as sure as it was
+    same_block = above.onset is not None and above.onset.block in (None, first.block)
+    surer = CONFIDENCE_ORDER[above.confidence] > CONFIDENCE_ORDER[verdict.confidence]
+    if same_block and surer:
+        checks = above.checks  # that the block is wrong is as sure as it was
     if named.contradiction is not None:
         checks = [*checks, check("agreement", False, fact("experiments.levels_blame"))]
     elif named.doubt is not None:
         checks = [*checks, not_told(named.doubt)]
-    elif any(item.code == "code.numbers_stated" for item in decided_verdict.evidence):
+    elif any(item.code == "code.numbers_stated" for item in above.evidence):
         checks = [item for item in checks if item.name != BY_CONFIGURATION.name]
         checks.append(BY_CONFIGURATION)
-    others = (item for item in decided_verdict.evidence if item not in finding.evidence)
+    others = (item for item in above.evidence if item not in finding.evidence)
     evidence = [*finding.evidence, *others]
     return replace(verdict, checks=checks, confidence=confidence_of(checks), evidence=evidence)

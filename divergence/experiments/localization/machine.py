@@ -74,28 +74,16 @@ if TYPE_CHECKING:
 # ``localize.json`` is the answer, for `bundle`.
 
 _PAIR, _VERIFIED, _ANSWER = "pair.json", "verified.json", "localize.json"
-_RUNS = {
-    "truth",
-    "truth-operators",
-    "truth-by-candidate",
-    "reference-operators",
-    "candidate-operators",
-    "reference-substituted",
-    "candidate-substituted",
-}
+_RUNS = set(
+    "truth truth-operators truth-by-candidate reference-operators candidate-operators "
+    "reference-substituted candidate-substituted".split()
+)
 """Runs that may be brought from another machine."""
-_MADE = _RUNS | {
-    _PAIR,
-    _VERIFIED,
-    _ANSWER,
-    "reference-float64",
-    "candidate-float64",
-    "reference-again",
-    "candidate-again",
-    "repro",
-    "repro-reference",
-    "repro-candidate",
-}
+_MADE = {_PAIR, _VERIFIED, _ANSWER} | _RUNS
+_MADE |= set(
+    "reference-float64 candidate-float64 reference-again candidate-again repro repro-reference "
+    "repro-candidate".split()
+)
 """All that a descent leaves in its folder."""
 
 

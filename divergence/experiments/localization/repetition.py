@@ -22,6 +22,7 @@ from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.result import Repetition
 from divergence.facts import Fact, fact
 from divergence.numerics.floor import THRESHOLDS, spread
+from divergence.numerics.sums import ratio
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -38,8 +39,8 @@ def check_repetition(
 
     ``truth`` and ``block``: for the error that stands in for bits, see the module's head.
     """
-    repetition = _held(made, own, _shared(made, own))
-    result = _result(repetition, name=name, original=fact("experiments.side", side=side))
+    original = fact("experiments.side", side=side)
+    result = _repetition(made, own, _shared(made, own), name=name, original=original)
     if result.how != "differs":
         return result
     why = why_not_bits(own.manifest, made.manifest)
@@ -72,7 +73,7 @@ def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) 
 
     pairs = ((new, old) for new, old in _shared(made, own) if untouched(new))
     original = fact("experiments.without_substitute")
-    return _result(_held(made, own, pairs), name=name, original=original)
+    return _repetition(made, own, pairs, name=name, original=original)
 
 
 def why_not_bits(own: Manifest, made: Manifest) -> Fact | None:
@@ -126,10 +127,15 @@ def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
             yield record, other
 
 
-def _held(
-    made: Run, own: Run, pairs: Iterator[tuple[Record, Record]]
-) -> tuple[int, list[tuple[Record, float | None]]]:
-    """(how many were compared, those that differ and by how much)."""
+def _repetition(
+    made: Run,
+    own: Run,
+    pairs: Iterator[tuple[Record, Record]],
+    *,
+    name: str,
+    original: Fact,
+) -> Repetition:
+    """Compare the bits of ``pairs``; an error names the first that differs."""
     count, different = 0, []
     for new, old in pairs:
         equal = equal_contents(made, new, own, old)  # a device's digest is made of a host's bytes
@@ -138,36 +144,21 @@ def _held(
         count += 1
         if not equal:
             different.append((new, old))
-    # the one that an error names: a module's before an operator's, an anchored pass first
-    different.sort(
-        key=lambda pair: (
-            is_operator_site(pair[0].site),
-            _PASSES.index(pair[0].pass_),
-            pair[0].sample,
-            pair[0].step,
-            pair[0].order,
-        )
-    )
-    return count, [(new, _rel_l2(made, new, own, old)) for new, old in different]
-
-
-def _rel_l2(made: Run, new: Record, own: Run, old: Record) -> float | None:
-    if new.shape != old.shape or not (made.has_bytes(new) and own.has_bytes(old)):
-        return None
-    x, y = own.read(old).double(), made.read(new).double()
-    norm, distance = float(x.norm()), float((x - y).norm())
-    return distance / norm if norm else (math.inf if distance else 0.0)
-
-
-def _result(
-    part: tuple[int, list[tuple[Record, float | None]]], *, name: str, original: Fact
-) -> Repetition:
-    count, different = part
     if not different:
         return Repetition(
             run=name, original=original, how="bits" if count else "unknown", num_compared=count
         )
-    first, by = different[0]
+
+    def place(pair: tuple[Record, Record]) -> tuple[bool, int, int, int, int]:
+        """A module's before an operator's, an anchored pass first."""
+        record, operator = pair[0], is_operator_site(pair[0].site)
+        return operator, _PASSES.index(record.pass_), record.sample, record.step, record.order
+
+    first, old = min(different, key=place)
+    rel_l2 = None
+    if first.shape == old.shape and made.has_bytes(first) and own.has_bytes(old):
+        x, y = own.read(old).double(), made.read(first).double()
+        rel_l2 = ratio(float((x - y).norm()), float(x.norm()))
     return Repetition(
         run=name,
         original=original,
@@ -178,7 +169,7 @@ def _result(
         pass_=first.pass_,
         sample=first.sample,
         step=first.step,
-        rel_l2=by,
+        rel_l2=rel_l2,
     )
 
 

@@ -28,7 +28,7 @@ from divergence.errors import DivergenceError, FaultError, RunExistsError, Usage
 from divergence.facts import fact, sentence
 from divergence.output import output_folder, write_output
 from divergence.run.command import command_line, command_words, quoted, quoted_words, split_words
-from divergence.run.site import near_names
+from divergence.run.site import near_names, one_or_more
 from divergence.words import HEADLINES, Progress, letter, silent
 
 if TYPE_CHECKING:
@@ -172,11 +172,10 @@ def diff(
                 command_line("compare", "a", "b"),
             ),
         )
-    sides = _sides(
-        {name: _listed(value) for name, value in given.items()}, _listed(env_a), _listed(env_b)
-    )
+    lists = {name: one_or_more(() if value is None else value) for name, value in given.items()}
+    sides = _sides(lists, one_or_more(env_a), one_or_more(env_b))
     common: dict[str, Any] = {
-        "prompt": _listed(prompts),
+        "prompt": one_or_more(prompts),
         "prompts": prompts_file,
         "chat": chat,
         "max_new_tokens": max_new_tokens,
@@ -256,12 +255,6 @@ def diff(
         if here and report.verdict.kind in _PLACED
         else None,
     )
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None or isinstance(value, str | int):
-        return [] if value is None else [value]
-    return list(value)
 
 
 def _sides(given: dict[str, list[Any]], env_a: list[str], env_b: list[str]) -> tuple[_Side, _Side]:

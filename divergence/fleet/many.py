@@ -50,7 +50,6 @@ _AGREEING = frozenset({"identical", "within_floor"})
 _TELLING = _AGREEING | {"systematic", "localized", "drift", "nonfinite"}
 
 Key = TypeVar("Key")
-At = tuple[int, int, str]
 
 
 def agrees(kind: str | None) -> bool | None:
@@ -86,7 +85,16 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
     that lacks the digest of one of these tensors (of the kind that the first run has), and for one
     without any of these sites: of those nothing can be said.
     """
-    all_contents = [_contents(run) for run in runs]
+    # by place; a suite's repeat holds as ``replayed`` what a fresh run holds as ``free``, and no
+    # run holds both of a site
+    all_contents: list[dict[tuple[int, int, str], tuple[Record, Digests]]] = [
+        {
+            (record.sample, record.step, record.site): (record, run.digests(record))
+            for record in run.records
+            if record.pass_ in ("free", "replayed")
+        }
+        for run in runs
+    ]
     first = all_contents[0]
     kinds = {at: "xxh3" if first[at][1].xxh3 else "fold" for at in sorted(first)}
     digests: list[str | None] = []
@@ -103,16 +111,6 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
             state.update(repr((at, identity)).encode())
         digests.append(state.hexdigest() if num_known and not lacking else None)
     return digests
-
-
-def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
-    """Return the contents by (sample, step, site). A suite's repeat holds as ``replayed`` what a
-    fresh run holds as ``free``, and no run holds both of a site."""
-    return {
-        (record.sample, record.step, record.site): (record, run.digests(record))
-        for record in run.records
-        if record.pass_ in ("free", "replayed")
-    }
 
 
 def _traits(manifest: Manifest) -> dict[str, str]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from divergence.numerics.arrays import as_tensor, rounded
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -71,17 +73,9 @@ def to_tensor(x: np.ndarray, dtype: str) -> Tensor:
     """Round float64 values to ``dtype``, to nearest even, subnormals kept."""
     import torch
 
-    if dtype == "float64":
-        return torch.from_numpy(np.ascontiguousarray(x))
-    single = np.ascontiguousarray(x, dtype=np.float32)
-    if dtype == "float16":
-        return torch.from_numpy(single.astype(np.float16))
-    if dtype != "bfloat16":
-        return torch.from_numpy(single).to(getattr(torch, dtype))
-    bits = single.view(np.uint32)  # finite: nothing here overflows
-    even = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
-    return torch.from_numpy(rounded.view(np.int16)).view(torch.bfloat16)
+    if dtype in ("float64", "float16", "bfloat16"):
+        return as_tensor(rounded(np.ascontiguousarray(x), dtype))
+    return torch.from_numpy(np.ascontiguousarray(x, np.float32)).to(getattr(torch, dtype))
 
 
 def signs(count: int, num: int, start: int = 0) -> np.ndarray:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from divergence.numerics.floor import ACCUMULATOR_ROUNDOFF, ONE_ROUNDING
+from divergence.numerics.formats import format_of
+from divergence.numerics.ulp import spacing
 
 _OPEN = -1e4
 """Below it a score may be masked as well, by another number."""
@@ -237,12 +239,8 @@ def _over(value: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> float
     others, where cancellation makes millions of ulp of nothing, are left out."""
     if not dtype.is_floating_point:
         return 0.0
-    info = torch.finfo(dtype)
-    counted = truth.abs() > info.eps / 2 * truth.square().mean().sqrt()
+    counted = truth.abs() > torch.finfo(dtype).eps / 2 * truth.square().mean().sqrt()
     if not bool(counted.any()):
         return 0.0
-    exponent = torch.frexp(truth).exponent - 1
-    ulp = torch.ldexp(torch.ones_like(truth), exponent) * info.eps
-    ulp = ulp.clamp_min(info.smallest_normal * info.eps)
-    beyond = (value - truth).abs() > ulp
+    beyond = (value - truth).abs() > spacing(truth, format_of(dtype))
     return float((beyond & counted).sum() / counted.sum())

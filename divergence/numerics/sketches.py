@@ -390,7 +390,7 @@ def sketch_tensor(
     num_blocks, num_rows, features = grid_of(tensor.shape)
     x = tensor.detach().reshape(num_blocks * num_rows, features)
     device = str(x.device)
-    wide = _sum_dtype(device)
+    wide = getattr(torch, sum_dtype_name(device))
     groups = -(-features // k)
     if row_numbers is None:  # a part of a table that grows in powers of two
         tau = _tau_table(1 << max(0, len(x) - 1).bit_length(), groups, device, wide)[: len(x)]
@@ -536,22 +536,16 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.einsum("ij,ij->i", values.numpy(), values.numpy()))
 
 
+@functools.cache
 def sum_dtype_name(device: str) -> SumDtype:
     """``float64``, or ``float32`` on devices that lack it."""
     import torch
 
-    return "float64" if _sum_dtype(device) == torch.float64 else "float32"
-
-
-@functools.cache
-def _sum_dtype(device: str) -> torch.dtype:
-    import torch
-
     try:
         probe = torch.ones(2, dtype=torch.float64, device=device)
-        return torch.float64 if float(probe.sum()) == 2.0 else torch.float32
+        return "float64" if float(probe.sum()) == 2.0 else "float32"
     except (RuntimeError, TypeError):
-        return torch.float32
+        return "float32"
 
 
 def _sign(numbers: np.ndarray) -> np.ndarray:

@@ -171,10 +171,6 @@ def mask_fits(mask: torch.Tensor | None, wanted: Sequence[int]) -> None:
         fits(all(a in (1, b) for a, b in pairs), f"a mask {tuple(mask.shape)} for {tuple(wanted)}")
 
 
-def _embedding(bound: Bound) -> None:
-    within(bound["indices"], bound["weight"].shape[0])
-
-
 def _along(bound: Bound, *, negative: bool = False) -> None:
     """``index`` along ``dim`` of ``self``; counted from the end where it is ``negative``."""
     size = (bound["self"].shape or (1,))[bound["dim"]]
@@ -192,11 +188,6 @@ def _index(bound: Bound) -> None:
         if index is not None:
             within(index, shape[axis], low=-shape[axis])
         axis += 1
-
-
-def _take(bound: Bound) -> None:
-    size = bound["self"].numel()
-    within(bound["index"], size, low=-size)
 
 
 def _ends(bound: Bound) -> None:
@@ -363,7 +354,10 @@ _CHECKS: dict[str, Callable[[Bound], object]] = {
         _along,
     ),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),
-    **dict.fromkeys(("take", "put"), _take),
+    **dict.fromkeys(
+        ("take", "put"),
+        lambda bound: within(bound["index"], size := bound["self"].numel(), low=-size),
+    ),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _ends),
     **dict.fromkeys((*FUSED_ATTENTION, "_scaled_dot_product_attention_math_for_mps"), _attention),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), normalized_axes),
@@ -376,7 +370,7 @@ _CHECKS: dict[str, Callable[[Bound], object]] = {
     "_weight_norm_interface": _weight_norm,
     **dict.fromkeys(("_efficient_attention_forward", "_flash_attention_forward"), _forward),
     "bincount": _bincount,
-    "embedding": _embedding,
+    "embedding": lambda bound: within(bound["indices"], bound["weight"].shape[0]),
     "index_fill": partial(_along, negative=True),
     "native_group_norm": _group_norm,
     "repeat_interleave": _repeats,

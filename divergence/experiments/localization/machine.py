@@ -285,31 +285,19 @@ class Maker:
         attention = own.manifest.model.attn_implementation
         if side == "reference" or attention not in ("eager", "sdpa"):
             attention = None
+        options: dict[str, Any] = {
+            "force": True,
+            "model": self._model_of(side),
+            "sites": goal.sites or (),
+            "max_new_tokens": goal.num_tokens,
+            "attn_implementation": attention,
+            "trust_remote_code": self._trust,
+        }
         if variables := variables_to_set(own.manifest.environment):
-            words = command_words(
-                "truth",
-                source.path,
-                o=out,
-                force=True,
-                model=self._model_of(side),
-                sites=goal.sites,
-                max_new_tokens=goal.num_tokens,
-                attn_implementation=attention,
-                trust_remote_code=self._trust,
-            )
+            words = command_words("truth", source.path, o=out, **options)
             run = _made_elsewhere(words, out, variables)
         else:
-            run = make_truth(
-                source,
-                out=out,
-                force=True,
-                model=self._model_of(side),
-                sites=goal.sites or (),
-                max_new_tokens=goal.num_tokens,
-                attn_implementation=attention,
-                trust_remote_code=self._trust,
-                progress=self.tell,
-            )
+            run = make_truth(source, out=out, progress=self.tell, **options)
         self.folder.verify(run)
         return run
 
@@ -453,17 +441,20 @@ class Maker:
         also = also_taken(self.runs[side], other_model, values, variables, with_code=self._trust)
         if also is not None:
             self.tell("taken", 0, None, also)
+        options: dict[str, Any] = {
+            "force": True,
+            "device": self._device_of(side),
+            "trust_remote_code": self._trust,
+        }
         if self._prepare.get(side) is not None or not variables:
             return make_run(
                 model,
                 like=source,
                 out=out,
-                force=True,
-                device=self._device_of(side),
-                trust_remote_code=self._trust,
                 progress=self.tell,
                 prepare=self._prepare.get(side),
                 substitutes=substitutes,
+                **options,
                 **values,
             )
         put = [
@@ -474,10 +465,8 @@ class Maker:
             "capture",
             like=source.path,
             o=out,
-            force=True,
-            device=self._device_of(side),
             model=model,
-            trust_remote_code=self._trust,
+            **options,
             **command_options(CaptureOptions, values),
             substitute=put,
         )

@@ -33,7 +33,7 @@ def divergence(*args: object, **switches: object) -> Said:
     from divergence.numerics import sketches as sketch
 
     torch_npu.configure(**switches)
-    sketch._sum_dtype.cache_clear()  # of another device, as it were
+    sketch.sum_dtype_name.cache_clear()  # of another device, as it were
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -354,7 +354,9 @@ class _Bench:
             text = f"{type(error).__name__}: {first_line(error)}"
             line = replace(line, status="not_run", reason=text)
         if line.verdict not in (None, "identical"):
-            line = replace(line, next=self._closer(way))
+            folder = Path("RUNS" if self._keep is None else str(self._keep))
+            others = [] if way.name == "whole" else [folder / way.against]
+            line = replace(line, next=[command_line("compare", *others, folder / way.name)])
         return replace(line, seconds=round(time.perf_counter() - began, 1))
 
     def _compared(self, way: Variation) -> Report:
@@ -397,11 +399,6 @@ class _Bench:
             anchor=anchor,
             **self._variations[name].options,
         )
-
-    def _closer(self, way: Variation) -> list[str]:
-        folder = Path("RUNS" if self._keep is None else str(self._keep))
-        others = [] if way.name == "whole" else [folder / way.against]
-        return [command_line("compare", *others, folder / way.name)]
 
     def _say(self, done: int, total: int | None, what: Fact) -> None:
         if self._progress is not None:

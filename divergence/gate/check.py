@@ -347,7 +347,9 @@ def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     tokens, rules = report.tokens, policy.tokens
     if tokens is None:
         return 0, 0
-    margin = rules.tie_margin_for(report.reference.dtype)
+    margin = rules.tie_margin
+    if isinstance(margin, dict):
+        margin = margin.get(report.reference.dtype.removeprefix("torch."))
     ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
     if ties and not tokens.forced and ties == len(tokens.differences):
         return tokens.num_tokens, ties

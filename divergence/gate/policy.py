@@ -161,12 +161,6 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
     rounding: of the floor that a truth shows, or else of the rounding model of all blocks
     together."""
 
-    def tie_margin_for(self, dtype: str) -> float | None:
-        """The margin for a run of this dtype (``torch.bfloat16`` and ``bfloat16`` alike)."""
-        if isinstance(self.tie_margin, dict):
-            return self.tie_margin.get(dtype.removeprefix("torch."))
-        return self.tie_margin
-
 
 class PartLimits(_Strict, frozen=True, kw_only=True):
     """Limits of the numbers of a part of the report, by name (``ReportPart.numbers``)."""

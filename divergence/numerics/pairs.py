@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from divergence.numerics.arrays import as_array, wide
-from divergence.numerics.formats import Format, format_named, is_float
+from divergence.numerics.formats import Format, is_float
 from divergence.numerics.sums import (
     BLOCK,
     HIGH,
@@ -74,7 +74,6 @@ def measure_pair(
     *,
     row_mask: Tensor | None = None,
     base: Tensor | None = None,
-    ulp_format: str | Format | None = None,
     threads: int | None = None,
     block: int = BLOCK,
     kernel: Kernel = "numpy",
@@ -83,19 +82,16 @@ def measure_pair(
     """Metrics of b against a, whole and by row.
 
     ``row_mask``: bool, one per row (any shape of that many elements), True = measure.
-    ``base``: same shape as a, the block's input. ``ulp_format``: name or Format; by default
-    the narrower of the two storage formats, if both are floats. ``threads``: default is
-    that of numerics.sums, 1 for small tensors. ``block``: elements per block.
+    ``base``: same shape as a, the block's input. ``threads``: default is that of numerics.sums, 1
+    for small tensors. ``block``: elements per block.
     ``kernel``: see numerics.sums; formats that compiled loops do not read go numpy's way.
     ``device``: add up there instead (numerics.on_device), where float64's range is not left.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
     """
     check_shapes(a, candidate=b, base=base)
-    pair = _Pair(
+    return _Pair(
         a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel, device=device
-    )
-    form = format_named(ulp_format) if isinstance(ulp_format, str) else ulp_format
-    return pair.measure(tuple(a.shape), form or narrower(pair.a.format, pair.b.format))
+    ).measure()
 
 
 def check_shapes(a: Tensor, **others: Tensor | None) -> None:
@@ -132,6 +128,7 @@ class _Pair:
         kernel: Kernel,
         device: torch.device | None,
     ) -> None:
+        self.shape = tuple(a.shape)
         self.a, self.b = Grid(a), Grid(b)
         self.base = None if base is None else Grid(base)
         grids = [grid for grid in (self.a, self.b, self.base) if grid is not None]
@@ -183,9 +180,7 @@ class _Pair:
             first.add(other)
         return first
 
-    def measure(
-        self, shape: tuple[int, ...], ulp_form: Format | None
-    ) -> tuple[PairMetrics, RowMetrics]:
+    def measure(self) -> tuple[PairMetrics, RowMetrics]:
         sums = self._sums(self.real)
         pad_rel_l2 = None
         if len(self.row_a[self.padded]):
@@ -249,8 +244,8 @@ class _Pair:
             reference_alone=sums.nonfinite["a_alone"],
             candidate_alone=sums.nonfinite["b_alone"],
             mask_alike=sums.nonfinite["mask_alike"],
-            **self._largest(sums, shape),
-            **self._ulp(sums, ulp_form, a2),
+            **self._largest(sums),
+            **self._ulp(sums, a2),
             token_rel_l2_median=float(median(values)),
             token_rel_l2_p99=float(
                 values[max(0, math.ceil(0.99 * len(values) - 1))]
@@ -311,11 +306,11 @@ class _Pair:
         product = (1.0 - factor) * a2 + along  # a·(a - b), with a - b = (1 - factor) a + r
         return float(a2), float(b2), float(product), max(0.0, float(r2 - along**2 / a2))
 
-    def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, Any]:
+    def _largest(self, sums: Sums) -> dict[str, Any]:
         if sums.max_at < 0:
             return {"max_abs": 0.0}
         a, b = self.a.at(sums.max_at), self.b.at(sums.max_at)
-        at = np.unravel_index(sums.max_at // self.a.width, shape) if shape else ()
+        at = np.unravel_index(sums.max_at // self.a.width, self.shape) if self.shape else ()
         return {
             "max_abs": abs(a - b),
             "max_abs_index": tuple(int(number) for number in at),
@@ -323,7 +318,8 @@ class _Pair:
             "max_abs_candidate": b,
         }
 
-    def _ulp(self, sums: Sums, form: Format | None, a2: float) -> dict[str, Any]:
+    def _ulp(self, sums: Sums, a2: float) -> dict[str, Any]:
+        form = narrower(self.a.format, self.b.format)
         if form is None:
             return {}
         if sums.max_at < 0 or not sums.num_finite:

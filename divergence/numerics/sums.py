@@ -462,11 +462,25 @@ class Sums:
 
     def count_nonfinite(self, rows: Rows, a: np.ndarray, b: np.ndarray) -> None:
         """Take in what is not finite in one block, and which of its rows hold it."""
-        counts, apart = _count_nonfinite(a, b, scale=self.a.scale)
-        for name, count in counts.items():
-            self.nonfinite[name] += count
-        finite = (np.isfinite(a) & np.isfinite(b)).all(axis=1)
-        seen = np.where(apart.any(axis=1), APART, np.where(finite, 0, ALIKE))
+        sides = ("a", a), ("b", b)
+        nan, finite = ({side: test(x) for side, x in sides} for test in (np.isnan, np.isfinite))
+        low, high = ({side: test(x) for side, x in sides} for test in (np.isneginf, np.isposinf))
+        differ = (nan["a"] != nan["b"]) | (low["a"] != low["b"]) | (high["a"] != high["b"])
+        most = NEVER * self.a.scale
+        with np.errstate(invalid="ignore"):
+            never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
+        masks = {"differ": differ, "mask_alike": never}
+        for side, other in ("ab", "ba"):
+            masks |= {
+                f"{side}_nan": nan[side],
+                f"{side}_inf": low[side] | high[side],
+                f"{side}_neginf": low[side],
+                f"{side}_alone": ~finite[side] & finite[other],
+            }
+        for name, mask in masks.items():
+            self.nonfinite[name] += int(np.count_nonzero(mask))
+        apart, whole = (differ & ~never).any(axis=1), (finite["a"] & finite["b"]).all(axis=1)
+        seen = np.where(apart, APART, np.where(whole, 0, ALIKE))
         self.row_nonfinite[rows] = np.maximum(self.row_nonfinite[rows], seen)
 
     def _gather(
@@ -556,30 +570,6 @@ places where the sides do not agree; ``a_alone``: of them, those where b is fini
 NEVER = -10_000.0
 ALIKE, APART = 1, 2
 """Of a row that holds nan or inf: the sides agree at each, or not (``mask_alike`` is agreement)."""
-
-
-def _count_nonfinite(
-    a: np.ndarray, b: np.ndarray, *, scale: float
-) -> tuple[dict[str, int], np.ndarray]:
-    """The counts of one block by the names of ``NONFINITE``, and the elements at which the sides
-    do not agree; the block's values were multiplied by ``scale``."""
-    counts: dict[str, int] = {}
-    nan, low, high, finite = {}, {}, {}, {}
-    for side, x in (("a", a), ("b", b)):
-        nan[side], finite[side] = np.isnan(x), np.isfinite(x)
-        low[side], high[side] = np.isneginf(x), np.isposinf(x)
-        counts[f"{side}_nan"] = int(nan[side].sum())
-        counts[f"{side}_neginf"] = int(low[side].sum())
-        counts[f"{side}_inf"] = counts[f"{side}_neginf"] + int(high[side].sum())
-    differ = (nan["a"] != nan["b"]) | (low["a"] != low["b"]) | (high["a"] != high["b"])
-    counts["differ"] = int(differ.sum())
-    counts["a_alone"] = int((~finite["a"] & finite["b"]).sum())
-    counts["b_alone"] = int((~finite["b"] & finite["a"]).sum())
-    most = NEVER * scale
-    with np.errstate(invalid="ignore"):
-        never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
-    counts["mask_alike"] = int(never.sum())
-    return counts, differ & ~never
 
 
 def ratio(x: float, y: float) -> float:

@@ -456,8 +456,8 @@ class _Block:
         every = np.arange(self.count)
         rise, fall = flat[every, high].astype(np.float64), -flat[every, low].astype(np.float64)
         top = np.maximum(rise, fall)
-        self.row_a = self._dots(a, a)
-        self.good &= np.isfinite(top) & self._in_range(self.row_a, a)
+        row_a = self._dots(a, a)
+        self.good &= np.isfinite(top) & self._in_range(row_a, a)
         if self.dtype is np.float64:  # squares of such values leave float64's range
             most = np.abs(np.stack([x for x in (a, self.b, self.base) if x is not None]))
             most = most.max(axis=(0, 2, 3))
@@ -477,44 +477,41 @@ class _Block:
         if self.dtype is np.float32:
             fits &= (squares > LOW) & (squares < HIGH)
         self.good &= fits | ~differs
-        unscale = scale**-2
-        self.row_d = row_d * unscale[:, None]
-        self.columns_a, self.columns_d = (
-            columns_of_many(a, a),
-            columns_of_many(d, d) * unscale[:, None],
-        )
-        along = self._dots(a, d).sum(axis=1) / scale
-        at = np.where(rise > fall, high, np.where(fall > rise, low, np.minimum(high, low)))
-        self.row_update = None
+        unscale = (scale**-2)[:, None]
+        row_d = row_d * unscale
+        columns_a, columns_d = columns_of_many(a, a), columns_of_many(d, d) * unscale
+        along, squares = self._dots(a, d).sum(axis=1) / scale, squares / scale**2
+        row_update = None
         if self.base is not None:
             update = a - self.base
-            self.row_update = self._dots(update, update)
-            self.good &= self._in_range(self.row_update, update)
-        return self._finished(differs, along, squares / scale**2, at)
-
-    def _finished(
-        self, differs: np.ndarray, along: np.ndarray, squares: np.ndarray, at: np.ndarray
-    ) -> list[tuple[PairMetrics, RowMetrics] | None]:
-        """``along``: Σ a·d, ``squares``: Σ (a·d)², ``at``: where |d| is largest."""
+            row_update = self._dots(update, update)
+            self.good &= self._in_range(row_update, update)
+        # the metrics of all pairs
         count, n = self.count, self.rows * self.columns
-        a2, d2 = self.row_a.sum(axis=1), self.row_d.sum(axis=1)
+        a2, d2 = row_a.sum(axis=1), row_d.sum(axis=1)
         rel_l2 = root_ratios(d2, a2)
         a2, b2, along, apart = self._angle(a2, d2, along)
         spread = np.maximum(0.0, squares - along**2 / n) * n / max(n - 1, 1)
         gain = np.where(a2 > 0, 0.0 - along / a2, 0.0)
-        per_row = root_ratios(self.row_d, self.row_a)
+        per_row = root_ratios(row_d, row_a)
         ordered = np.sort(per_row, axis=1)
-        norms = np.sqrt(self.row_a)
+        norms = np.sqrt(row_a)
         usual = median(np.sort(norms, axis=1))
         sinks = norms > np.where(usual > 0, SINK_FACTOR * usual, math.inf)[:, None]
-        update = None if self.row_update is None else np.sqrt(self.row_update.sum(axis=1))
-        form = narrower(self.grids[0].format, self.grids[1].format)
-        every = np.arange(count)
+        grid_a, grid_b = self.grids[:2]
+        form = narrower(grid_a.format, grid_b.format)
+        same = grid_a.format.name == grid_b.format.name
+        same = same and (grid_a.bits == grid_b.bits).reshape(count, -1).all(axis=1)
+        at = np.where(rise > fall, high, np.where(fall > rise, low, np.minimum(high, low)))
         largest_a, largest_b = (
-            x.reshape(count, -1)[every, at].astype(np.float64) for x in (self.a, self.b)
+            x.reshape(count, -1)[every, at].astype(np.float64) for x in (a, self.b)
         )
+        unit = max(grid_a.format.unit_roundoff, grid_b.format.unit_roundoff)
+        least = (unit**2 * a2 / self.columns)[:, None]
+        ratios = channel_ratios(columns_d, np.maximum(columns_a, least))
+        worst = ratios.argmax(axis=1)
         columns: dict[str, Any] = {
-            "identical": ~differs & self._identical(),
+            "identical": ~differs & same,
             "rel_l2": rel_l2,
             "cosine": 1.0 - apart,
             "one_minus_cosine": apart,
@@ -529,12 +526,13 @@ class _Block:
             "token_rel_l2_p99": ordered[:, max(0, math.ceil(0.99 * self.rows - 1))],
             "token_rel_l2_max": ordered[:, -1],
             "worst_row": per_row.argmax(axis=1),
-            **self._channels(a2),
+            "channel_rel_l2_max": np.sqrt(ratios[every, worst]),
+            "worst_channel": worst,
             **self._ulp(form, differs, a2),
         }
-        if update is not None:
-            columns["update_rel_l2"] = root_ratios(d2, update**2)
-            columns["update_norm"] = update
+        if row_update is not None:
+            columns["update_rel_l2"] = root_ratios(d2, row_update.sum(axis=1))
+            columns["update_norm"] = np.sqrt(row_update.sum(axis=1))
         # what only some pairs have: None for the others
         places = [()] * count
         if self.shape:
@@ -551,7 +549,7 @@ class _Block:
         columns["rel_l2_without_sinks"] = [None] * count
         for place in np.flatnonzero(sinks.any(axis=1)):
             rest = ~sinks[place]
-            sums = (x[place][rest].sum() for x in (self.row_d, self.row_a))
+            sums = (x[place][rest].sum() for x in (row_d, row_a))
             columns["rel_l2_without_sinks"][place] = float(root_ratios(*map(np.asarray, sums)))
         always = {
             "numel": n,
@@ -561,8 +559,8 @@ class _Block:
         }
         lists = [x.tolist() if isinstance(x, np.ndarray) else x for x in columns.values()]
         names = tuple(columns)
-        row_norms, row_diffs = norms, np.sqrt(self.row_d)
-        row_updates = None if self.row_update is None else np.sqrt(self.row_update)
+        row_diffs = np.sqrt(row_d)
+        row_updates = None if row_update is None else np.sqrt(row_update)
         results: list[tuple[PairMetrics, RowMetrics] | None] = []
         for number, (good, values) in enumerate(
             zip(self.good.tolist(), zip(*lists, strict=True), strict=True)
@@ -574,7 +572,7 @@ class _Block:
             rows = RowMetrics(
                 rel_l2=per_row[number],
                 diff=row_diffs[number],
-                norm=row_norms[number],
+                norm=norms[number],
                 update_norm=None if row_updates is None else row_updates[number],
             )
             results.append((metrics, rows))
@@ -605,16 +603,6 @@ class _Block:
         b2 = np.where(d2 == 0.0, a2, np.where(a2 == 0.0, d2, b2))
         return a2, b2, along, np.where(d2 == 0.0, 0.0, np.where(nothing, 1.0, apart))
 
-    def _channels(self, a2: np.ndarray) -> dict[str, np.ndarray]:
-        unit = max(grid.format.unit_roundoff for grid in self.grids[:2])
-        least = (unit**2 * a2 / self.columns)[:, None]
-        ratios = channel_ratios(self.columns_d, np.maximum(self.columns_a, least))
-        worst = ratios.argmax(axis=1)
-        return {
-            "channel_rel_l2_max": np.sqrt(ratios[np.arange(self.count), worst]),
-            "worst_channel": worst,
-        }
-
     def _ulp(self, form: Format | None, differs: np.ndarray, a2: np.ndarray) -> dict[str, Any]:
         if form is None:
             return {}
@@ -642,14 +630,6 @@ class _Block:
             "ulp_p99": np.where(some, p99.astype(np.float64), 0.0),
             "ulp_max": np.where(some, largest.astype(np.float64), 0.0),
         }
-
-    def _identical(self) -> np.ndarray:
-        """Are the bits of both sides the same?"""
-        grid_a, grid_b = self.grids[:2]
-        if grid_a.format.name != grid_b.format.name:
-            return np.zeros(self.count, bool)
-        same: np.ndarray = (grid_a.bits == grid_b.bits).reshape(self.count, -1).all(axis=1)
-        return same
 
 
 def _tops(distance: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

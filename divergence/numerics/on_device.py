@@ -23,6 +23,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,6 +138,10 @@ class OnDevice:
                     self._kept[name] = (x, y)
             yield part, x, y
 
+    def distances(self, form: Format, **which: Any) -> _Counts:
+        """The counting of their distances in ``form``, for divergence.numerics.ulp."""
+        return _Counts(self, form, **which)
+
     def _add(self, sums: Sums, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> None:
         a, b = x.double(), y.double()
         keep = a.isfinite() & b.isfinite()
@@ -167,7 +172,7 @@ class OnDevice:
             sums.row_update[rows] += update.square().sum(1).cpu().numpy()
 
 
-class OnDeviceCounts:
+class _Counts:
     """Ulp distances in formats of up to 32 bits: in int64 every distance is itself."""
 
     def __init__(

@@ -334,7 +334,7 @@ class _Pair:
             rms=math.sqrt(a2 / sums.num_finite) / self.scale,
             check_finite=any(sums.nonfinite.values()),
             kernel=self.kernel,
-            there=self.there,
+            there=None if self.there is None else self.there.distances,
         )
         return {
             "ulp_format": form.name,

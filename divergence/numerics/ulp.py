@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.arrays import Tensor
-    from divergence.numerics.on_device import OnDevice, OnDeviceCounts
 
 # Distance in representable values of a named format.
 #
@@ -173,14 +173,14 @@ def count_ulp(
     threads: int = 1,
     block: int = BLOCK,
     kernel: Kernel = "numpy",
-    there: OnDevice | None = None,
+    there: Callable[..., Counting] | None = None,
 ) -> UlpCounts:
     """Distances in ``form`` between ``rows`` of a and b where |a| >= u · ``rms``.
 
     Unit: ulp of ``form``; values stored otherwise are rounded to it. ``rms``: of a.
     Elements that are not finite on both sides are left out; ``check_finite=False``
     promises that there are none. -0 equals +0. A value that overflows on rounding to
-    ``form`` counts as its inf, one ulp beyond the largest. ``there``: the pair on a device.
+    ``form`` counts as its inf, one ulp beyond the largest. ``there``: counts on a device.
     Source: divergence.numerics.ulp.
     """
     smallest = smallest_key(form, form.unit_roundoff * rms)
@@ -188,11 +188,9 @@ def count_ulp(
     # both by nothing that compiled loops see
     names = {a.format.name, b.format.name, form.name}
     looped = form.name in READABLE and (not check_finite or len(names) == 1)
-    counting: InBlocks | OnDeviceCounts
+    counting: Counting
     if there is not None and form.itemsize <= 4:
-        from divergence.numerics.on_device import OnDeviceCounts
-
-        counting = OnDeviceCounts(there, form, rows=rows, smallest_key=smallest, check=check_finite)
+        counting = there(form, rows=rows, smallest_key=smallest, check=check_finite)
     else:
         counted_by = InLoops if kernel == "compiled" and looped else InBlocks
         counting = counted_by(
@@ -288,6 +286,16 @@ class Tail:
             self.beyond.append(distance[np.greater(distance, self.bound, out=mask)])
 
 
+class Counting(Protocol):
+    """One pair in one format, under one mask."""
+
+    def guess(self) -> tuple[int, int] | None:
+        """The 97th and 99.9th percentile of a sample; None where all there is would fit in."""
+
+    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        """All distances, by thread."""
+
+
 class InBlocks:
     """Masked distances of one block after another, in numpy: any format."""
 
@@ -308,7 +316,7 @@ class InBlocks:
         self._parts = tiles(rows, a.num_cols, block=block)
 
     def guess(self) -> tuple[int, int] | None:
-        """The 97th and 99.9th percentile of a sample: of up to 16 blocks' first runs."""
+        """Guess from up to 16 blocks' first runs."""
         distances, buffers = [], self._buffers()
         for rows, cols in self._parts[:: max(1, len(self._parts) // _NUM_RUNS)]:
             stop = min(cols.stop, cols.start + _RUN)
@@ -322,8 +330,6 @@ class InBlocks:
         return _percentiles(np.concatenate(distances)) if distances else (0, 0)
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
-        """All distances, by thread."""
-
         def work(parts: list[tuple[Rows, slice]]) -> Tail:
             tail, buffers = Tail(bound, steps), self._buffers()
             for rows, cols in parts:

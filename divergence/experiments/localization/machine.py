@@ -81,7 +81,7 @@ _RUNS = set(
 """Runs that may be brought from another machine."""
 _MADE = {_PAIR, _VERIFIED, _ANSWER} | _RUNS
 _MADE |= set(
-    "reference-float64 candidate-float64 reference-again candidate-again repro repro-reference "
+    "candidate-float64 candidate-again reference-again reference-float64 repro repro-reference "
     "repro-candidate".split()
 )
 """All that a descent leaves in its folder."""

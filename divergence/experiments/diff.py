@@ -424,11 +424,13 @@ class _Steps:
             process = self._begin(words, side, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self.waiting.append((side, process))
 
-    def _begin(self, words: Sequence[str], side: _Side, **streams: Any) -> subprocess.Popen[bytes]:
+    def _environment(self, side: _Side) -> dict[str, str]:
         offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
-        environment = {**os.environ, **offline, **side.variables}
+        return {**os.environ, **offline, **side.variables}
+
+    def _begin(self, words: Sequence[str], side: _Side, **streams: Any) -> subprocess.Popen[bytes]:
         errors = subprocess.PIPE if self.quiet else None
-        return subprocess.Popen(words, env=environment, stderr=errors, **streams)
+        return subprocess.Popen(words, env=self._environment(side), stderr=errors, **streams)
 
     def run(
         self,

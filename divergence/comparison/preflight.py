@@ -1275,13 +1275,15 @@ def _beside(
     names: list[str], digests: Mapping[str, str], matched: Collection[str], prefixes: list[str]
 ) -> list[str]:
     """Lists parameters that may be there or not: heads, and copies of what is matched."""
-
-    def may_be(name: str) -> bool:
-        is_copy = digests[name] in matched
-        return is_copy or any(prefix and not name.startswith(prefix) for prefix in prefixes)
-
-    numbered = {name for name in names if any(part.isdecimal() for part in name.split("."))}
-    return [name for name in names if name not in numbered and may_be(name)]
+    return [
+        name
+        for name in names
+        if not any(part.isdecimal() for part in name.split("."))
+        and (
+            digests[name] in matched
+            or any(prefix and not name.startswith(prefix) for prefix in prefixes)
+        )
+    ]
 
 
 def tells_in_part(manifest: Manifest) -> bool:

@@ -42,7 +42,6 @@ from divergence.comparison.preflight import other_numbers
 from divergence.comparison.result import (
     Check,
     Finding,
-    SiteResult,
     VerdictKind,
     num_rows,
     onset_at,
@@ -323,7 +322,11 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[JudgedUnit]) -> dict[
         if begins and len(places) == len(units) and min(places) >= token:
             return {"onward": token}
     several = len({look.sample for look in looks}) > 1 or (
-        len(units) > 1 and all(_is_mostly_one(look.result) for look in looks)
+        len(units) > 1
+        and all(  # one token holds more than half of the squared difference
+            2 * (of.token_rel_l2_max or 0.0) ** 2 > num_rows(of) * (of.rel_l2 or 0.0) ** 2
+            for of in (look.result for look in looks)
+        )
     )
     # the largest token of a forward that is off as a whole may be all that is
     single = all(look.worst**2 > BEGINS_TIMES * look.typical**2 for look in looks)
@@ -336,12 +339,6 @@ def _tokens_of(structures: Sequence[Fact], units: Sequence[JudgedUnit]) -> dict[
         return {"last": True}
     token = tokens.pop()
     return {} if tokens or token is None else {"token": token}
-
-
-def _is_mostly_one(result: SiteResult) -> bool:
-    """Does one token hold more than half of the squared difference?"""
-    whole = num_rows(result) * (result.rel_l2 or 0.0) ** 2
-    return 2 * (result.token_rel_l2_max or 0.0) ** 2 > whole
 
 
 def _family_evidence(family: Family, *, unexplained: bool = False) -> Fact:

@@ -849,7 +849,10 @@ def _part(
         **each_in(
             [own],
             ("class", "kind"),
-            (Column("dtype", " / ".join), lambda _: dict.fromkeys(map(_short_dtype, dtypes))),
+            (
+                Column("dtype", " / ".join),
+                lambda _: dict.fromkeys(d.removeprefix("torch.") for d in dtypes),
+            ),
             (Column("relative L2", decimal), "rel_l2"),
             ("bits", lambda site: "equal" if site.identical else None),
             (Column("rounding floor", decimal), "floor"),
@@ -883,10 +886,6 @@ def _part(
         marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
     )
     return BlockPart(block=block, facts=facts, tables=[modules])
-
-
-def _short_dtype(dtype: str) -> str:
-    return dtype.removeprefix("torch.")
 
 
 def _error(site: SiteResult, side: Side) -> float | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,18 +102,14 @@ def structures_at(measured: Measured, unit: JudgedUnit) -> list[Fact]:
 # Of what a difference is made.
 
 
-def _factor(x: OnsetRows) -> tuple[float, Fact] | None:
-    """b = f a: one factor on the output."""
-    share, factor = _multiple_share(x.d, x.a)
-    return share, fact("blocks.factor", share=share, site=x.site, factor=1 + factor, update=False)
-
-
-def _update_factor(x: OnsetRows) -> tuple[float, Fact] | None:
-    """b - in = f (a - in): one factor on what a block adds."""
-    if x.base is None:
+def _factor(x: OnsetRows, *, update: bool = False) -> tuple[float, Fact] | None:
+    """b = f a: one factor on the output; or b - in = f (a - in), on what a block adds."""
+    base = x.base if update else 0.0
+    if base is None:
         return None
-    share, factor = _multiple_share(x.d, x.a - x.base)
-    return share, fact("blocks.factor", share=share, site=x.block, factor=1 + factor, update=True)
+    share, factor = _multiple_share(x.d, x.a - base)
+    site = x.block if update else x.site
+    return share, fact("blocks.factor", share=share, site=site, factor=1 + factor, update=update)
 
 
 def _column(x: OnsetRows) -> tuple[float, Fact] | None:
@@ -187,7 +184,7 @@ def _shard(x: OnsetRows) -> tuple[float, Fact] | None:
 
 VALUES: tuple[Structure, ...] = (
     _factor,
-    _update_factor,
+    partial(_factor, update=True),
     _column,
     _head,
     _constants,
@@ -402,8 +399,10 @@ def _difference(measured: Measured, unit: JudgedUnit) -> OnsetRows | None:
         num_columns = sum(math.prod(x.shape[2:]) for x, *_ in tensors)
         num_rows = min(math.prod(shape), max(1, (_MOST_NUMBERS - numbers) // num_columns))
         numbers += num_rows * num_columns
-        columns = [
-            np.concatenate([wide(_first_rows(side, num_rows)) for side in sides], axis=1)
+        columns = [  # the first tokens' rows, with all their numbers in one
+            np.concatenate(
+                [wide(side.reshape(math.prod(shape), -1)[:num_rows]) for side in sides], axis=1
+            )
             for sides in zip(*tensors, strict=True)
         ]
         kept = np.isfinite(columns[0]).all(axis=1) & np.isfinite(columns[1]).all(axis=1)
@@ -453,12 +452,6 @@ def _difference(measured: Measured, unit: JudgedUnit) -> OnsetRows | None:
             name: note for name, note in manifest.model.parameters.items() if name.startswith(home)
         },
     )
-
-
-def _first_rows(side: np.ndarray, num_rows: int) -> np.ndarray:
-    """The first tokens' rows, with all their numbers in one."""
-    rows = side.reshape(-1, *side.shape[2:])[:num_rows]
-    return rows.reshape(num_rows, -1)
 
 
 _DIVIDED = {

@@ -1336,7 +1336,7 @@ def _truth_judged(
     if blame is None and unit.why is not None:  # no truth, or one that tells too little: no side
         why, unsure = _beyond_unheld(unit, member)
         looks = _raised(looks, unsure)
-        if why is None and (far_tokens := _far_tokens(unit, member, thresholds)):
+        if why is None and (far_tokens := _far_tokens(unit, member)):
             why, too_few = "token", True
             looks = _raised(looks, far_tokens, "of_token")
         limit_usage = limit_usage if why is None else max(limit_usage, unit.between)
@@ -1410,9 +1410,7 @@ def _beyond_unheld(
     return "forward" if unsure else "token" if far else None, unsure
 
 
-def _far_tokens(
-    unit: JudgedUnit, member: FamilyMember, thresholds: Thresholds
-) -> dict[PromptStep, float]:
+def _far_tokens(unit: JudgedUnit, member: FamilyMember) -> dict[PromptStep, float]:
     """Finds what the forwards use of a token's limit that have one beyond it, where one side is
     farther from the truth than any healthy kernel. Its error is made of too few numbers to convict
     a side, as beside a massive activation, and yet is no equally good answer."""
@@ -1420,9 +1418,9 @@ def _far_tokens(
     if family.rows is None or rows is None:
         return {}
     # one that no others lead up to, as where attention is sharp
-    limit = max(unit.worst_limit, thresholds.typical, CLEAR_TIMES * unit.tail)
+    limit = max(unit.worst_limit, unit.thresholds.typical, CLEAR_TIMES * unit.tail)
     own = np.sqrt(rows.only(family.errors.key).energy.max(axis=0))
-    far = np.abs(family.rows.x[member.number]) > math.log(thresholds.truth_systematic)
+    far = np.abs(family.rows.x[member.number]) > math.log(unit.thresholds.truth_systematic)
     places = {family.places[n] for n in family.errors.place[far & (own > limit / 2)]}
     far_looks = [look for look in unit.looks if look.place in places and look.worst > limit]
     return {look.place: look.worst / unit.worst_limit for look in far_looks}

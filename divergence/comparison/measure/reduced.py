@@ -47,14 +47,12 @@ from divergence.run.record import Record
 # another tool's statistics without a digest not even that is known, where they agree.
 
 
-def _crc32(array: np.ndarray) -> str:
-    return f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data):08x}"
-
-
 _MAKERS: dict[str, Callable[[np.ndarray], str]] = {
     "xxh3": digest_array,
     "fold": fold_array,
-    "crc32": _crc32,
+    "crc32": lambda array: (
+        f"{zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data):08x}"
+    ),
 }
 
 

@@ -665,12 +665,14 @@ class Capture:
                     recorder.cut_short()
                     continue
                 members = [self.samples[number] for number in group]
-                first = members[0]
+                fed = None if forced is None else [forced[number][:most] for number in group]
+                how: dict[str, Any] = {"max_new_tokens": most, "forced": fed}
+                num_kept = None
                 if planned.whole:
                     # The last generated token was never fed forward, so it is left out. Logits of
                     # the prefill's last token too: what the free pass handed to the head.
-                    num = len(first.generated_ids) - 1
-                    if num < 1:
+                    num_kept = len(members[0].generated_ids) - 1
+                    if num_kept < 1:
                         continue
                     members = [
                         msgspec.structs.replace(
@@ -680,39 +682,26 @@ class Capture:
                         )
                         for sample in members
                     ]
-                    num_tokens = first.num_left_pad + len(members[0].prompt_ids)
-                    recorder.begin(
-                        sample=group[0], batch=len(group), num_tokens=num_tokens, num_kept=num
-                    )
-                    self.session.run_group(
-                        recorder,
-                        members,
-                        max_new_tokens=1,
-                        num_logits=num + 1,
-                        **self.media.fed(group[0], num_tokens),
-                    )
-                    continue
+                    how = {"max_new_tokens": 1, "num_logits": num_kept + 1}
                 if weights is not None:
                     for sample in members:
                         sample.weights = weights.changed()
-                recorder.begin(sample=group[0], batch=len(group), num_tokens=first.num_padded)
-                fed = None if forced is None else [forced[number][:most] for number in group]
+                num_tokens = members[0].num_padded
+                recorder.begin(
+                    sample=group[0], batch=len(group), num_tokens=num_tokens, num_kept=num_kept
+                )
                 # Forced steps of a truth are made many at a time where the model allows it.
-                steps = self._many_steps
-                many = steps is not None and fed is not None and steps.suits(len(fed[0]))
+                steps = None if planned.whole or fed is None else self._many_steps
+                if steps is not None and fed is not None and not steps.suits(len(fed[0])):
+                    steps = None
                 if allowance is not None:
-                    allowance.together = many
+                    allowance.together = steps is not None
                 try:
-                    if steps is not None and fed is not None and many:
+                    if steps is not None and fed is not None:
                         result = steps.run_group(recorder, members, fed, allowance)
                     else:
-                        result = self.session.run_group(
-                            recorder,
-                            members,
-                            max_new_tokens=most,
-                            forced=fed,
-                            **self.media.fed(group[0], first.num_padded),
-                        )
+                        how |= self.media.fed(group[0], num_tokens)
+                        result = self.session.run_group(recorder, members, **how)
                 except Enough:
                     continue
                 if noted is not None and (self.ranks is None or self.ranks.owns(group[0])):

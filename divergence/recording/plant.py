@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -29,19 +30,6 @@ from divergence.run.site import did_you_mean, is_operator_site, one_or_more, spl
 FORWARDS = 100_003
 """A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so
 that seeds made of it differ."""
-
-FAULTS = {
-    "scale": "scale:FACTOR         multiply by FACTOR, for example scale:1.01",
-    "bias": "bias:SHARE           add SHARE × the tensor's rms to every element",
-    "noise": "noise:SHARE[:SEED]   add Gaussian noise of SHARE × the tensor's rms",
-    "channel": "channel:INDEX:FACTOR multiply one feature (last axis) by FACTOR",
-    "zero": "zero[:FIRST-LAST]    set to zero, all of it or a range of features (a head)",
-    "cast": "cast:FORMAT          round through a lower format, e.g. cast:float8_e4m3fn",
-    "roll": "roll[:N]             shift along the token axis by N (default 1)",
-    "nan": "nan[:INDEX]          one element (flat index, default 0) becomes nan",
-    "inf": "inf[:INDEX]          one element becomes +inf",
-}
-"""Every fault with its syntax."""
 
 Change = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -90,7 +78,7 @@ def parse_plant(text: str) -> Plant:
     """``"model.layers.3:out=scale:1.01"`` → Plant. Raises PlantError with the list of faults."""
     site, equals, fault = text.partition("=")
     if not equals or not fault:
-        raise PlantError(f"{text!r} is not SITE=FAULT", hint=_list_of_faults())
+        raise PlantError(f"{text!r} is not SITE=FAULT", hint=_LIST_OF_FAULTS)
     try:
         path, port = split_site(site)
     except UsageError as error:
@@ -98,18 +86,18 @@ def parse_plant(text: str) -> Plant:
     does, at, place = fault.partition("@")
     only = _only(place, text) if at else {}
     name, *arguments = does.split(":")
-    maker = _MAKERS.get(name)
-    if maker is None:
-        first, *faults = _list_of_faults()
-        near = did_you_mean(name, FAULTS, count=1, then=first)
+    if name not in _FAULTS:
+        first, *faults = _LIST_OF_FAULTS
+        near = did_you_mean(name, _FAULTS, count=1, then=first)
         raise PlantError(f"unknown fault {name!r}", where=f"--plant {text}", hint=(near, *faults))
+    syntax, maker = _FAULTS[name]
     try:
         change = maker(*arguments)
     except (TypeError, ValueError, UsageError) as error:
         raise PlantError(
             f"cannot understand fault {fault!r}: {str(error).splitlines()[0]}",
             where=f"--plant {text}",
-            hint=FAULTS[name],
+            hint=syntax,
         ) from error
     return Plant(site, path, port, fault, change, **only)
 
@@ -143,10 +131,6 @@ def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks
                 f"there is no rank {plant.rank} to plant {plant.site}={plant.fault} on",
                 hint="ranks are those of torchrun and --mesh, counted from 0",
             )
-
-
-def _list_of_faults() -> tuple[str, ...]:
-    return ("for example --plant model.layers.6:out=scale:1.05; faults:", *FAULTS.values())
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,17 +239,22 @@ def _poke(value: float) -> Callable[..., Change]:
     return make
 
 
-_MAKERS: dict[str, Callable[..., Change]] = {
-    "scale": _scale,
-    "bias": _bias,
-    "noise": _noise,
-    "channel": _channel,
-    "zero": _zero,
-    "cast": _cast,
-    "roll": _roll,
-    "nan": _poke(float("nan")),
-    "inf": _poke(float("inf")),
+_FAULTS: dict[str, tuple[str, Callable[..., Change]]] = {
+    "scale": ("scale:FACTOR         multiply by FACTOR, for example scale:1.01", _scale),
+    "bias": ("bias:SHARE           add SHARE × the tensor's rms to every element", _bias),
+    "noise": ("noise:SHARE[:SEED]   add Gaussian noise of SHARE × the tensor's rms", _noise),
+    "channel": ("channel:INDEX:FACTOR multiply one feature (last axis) by FACTOR", _channel),
+    "zero": ("zero[:FIRST-LAST]    set to zero, all of it or a range of features (a head)", _zero),
+    "cast": ("cast:FORMAT          round through a lower format, e.g. cast:float8_e4m3fn", _cast),
+    "roll": ("roll[:N]             shift along the token axis by N (default 1)", _roll),
+    "nan": ("nan[:INDEX]          one element (flat index, default 0) becomes nan", _poke(nan)),
+    "inf": ("inf[:INDEX]          one element becomes +inf", _poke(inf)),
 }
+"""Every fault by name: its syntax, and what makes it of its arguments."""
+_LIST_OF_FAULTS = (
+    "for example --plant model.layers.6:out=scale:1.05; faults:",
+    *(syntax for syntax, _ in _FAULTS.values()),
+)
 
 
 @dataclass(frozen=True, slots=True)

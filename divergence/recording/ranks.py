@@ -236,7 +236,7 @@ class TensorPlacement:
             return self._by_shape(site, shape) if port == "in" else None
         if inside(path, self._strange):
             return None
-        if self._is_given(site):
+        if path in self._containers and port.startswith("in"):  # before any division
             return "replicate"
         by_style = None
         if style is not None and port in ("in", "out"):
@@ -252,10 +252,6 @@ class TensorPlacement:
         divided = inside(path, {*self._blocks, *self._plan})
         apart = not (divided or any(inside(planned, (path,)) for planned in self._plan))
         return "replicate" if self._blocks and apart and site not in self._whole else seen
-
-    def _is_given(self, site: str) -> bool:
-        """Does it enter the model as a whole, before any division?"""
-        return module_of(site) in self._containers and split_site(site)[1].startswith("in")
 
     def _by_shape(self, site: str, shape: tuple[int, ...]) -> str | None:
         """Return what the shape says of the placement."""

@@ -530,7 +530,7 @@ def _sound_records(
     try:
         for lines in portions(store, name, hasher):
             decoded = decoder.decode_lines(lines)
-            lengths = [len(line) for line in bytes(lines).split(b"\n")]
+            lengths = [len(line) for line in lines.split(b"\n")]
             if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
                 return None
             check.all(decoded)
@@ -549,29 +549,21 @@ def _sound_records(
     return records if len(identities) == len(records) else None
 
 
-def portions(store: Store, name: str, hasher: xxhash.xxh3_128) -> Iterator[memoryview]:
-    """A file's lines in portions, without the last line end. A portion is good until the next one
-    is asked for. ``hasher`` is fed with the file. Raises UnsoundError for a
-    line beyond the limit, some time after it."""
-    num_kept, memory = 0, bytearray(_PORTION_BYTES)
-    buffer = memoryview(memory)
+def portions(store: Store, name: str, hasher: xxhash.xxh3_128) -> Iterator[bytes]:
+    """A file's lines in portions, without the last line end. ``hasher`` is fed with the file.
+    Raises UnsoundError for a line beyond the limit, some time after it."""
+    rest = b""
     with store.open(name) as file:
-        while num := file.readinto(buffer[num_kept:]):  # type: ignore[attr-defined]
-            hasher.update(buffer[num_kept : num_kept + num])
-            last = memory.rfind(b"\n", num_kept, num_kept + num)
-            num_kept += num
-            if last >= 0:
-                yield buffer[:last]
-                rest = bytes(buffer[last + 1 : num_kept])
-                num_kept = len(rest)
-                buffer[:num_kept] = rest
-            elif num_kept > MAX_LINE_BYTES:
+        while data := file.read(_PORTION_BYTES):
+            hasher.update(data)
+            lines, end, last = data.rpartition(b"\n")
+            if end:
+                yield rest + lines
+            rest = last if end else rest + data
+            if len(rest) > MAX_LINE_BYTES:
                 raise UnsoundError
-            elif num_kept == len(buffer):
-                memory = memory + bytes(num_kept)
-                buffer = memoryview(memory)
-    if num_kept:
-        yield buffer[:num_kept]
+    if rest:
+        yield rest
 
 
 _PORTION_BYTES = 1 << 18

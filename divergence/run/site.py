@@ -34,6 +34,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
+from urllib.parse import unquote
 
 from divergence.errors import UsageError
 
@@ -98,14 +99,7 @@ def escape_path(name: str) -> str:
 
 def unescape_path(path: str) -> str:
     """The torch name of a module path; the root's is empty."""
-    if path == ROOT:
-        return ""
-    if "%" not in path:
-        return path
-    parts = re.split(r"((?:%[0-9A-F]{2})+)", path)
-    for index in range(1, len(parts), 2):
-        parts[index] = bytes.fromhex(parts[index].replace("%", "")).decode("utf-8", "surrogatepass")
-    return "".join(parts)
+    return "" if path == ROOT else unquote(path, errors="surrogatepass")
 
 
 def join_site(path: str, port: str) -> str:

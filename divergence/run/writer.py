@@ -121,25 +121,21 @@ class Reducer:
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
 
     def take(self, items: Sequence[CapturedTensor], store: StoreBytes) -> list[CapturedTensor]:
-        """``store(digest, piece)`` says where bytes will be."""
-        by_device: dict[str, dict[int, tuple[CapturedTensor, Reduced]]] = {}
+        """``items``: each once. ``store(digest, piece)`` says where bytes will be."""
+        by_device: dict[str, list[tuple[CapturedTensor, Reduced]]] = {}
         for item in items:
-            if (reduced_there := item.reduced) is not None:
-                device = str(reduced_there.sums[0].device)
-                by_device.setdefault(device, {})[id(item)] = (item, reduced_there)
+            if (there := item.reduced) is not None:
+                by_device.setdefault(str(there.sums[0].device), []).append((item, there))
         for group in by_device.values():
-            _fetch(list(group.values()), store)
+            _fetch(group, store)
         whole: list[CapturedTensor] = []
         reduced: list[tuple[CapturedTensor, ShardEntry]] = []
-        there: dict[int, tuple[CapturedTensor, ShardEntry]] = {}  # an item may come twice
-        for item in items:
-            if item.has_bytes and id(item) not in there:  # else it was reduced before
-                there[id(item)] = (item, piece_of_item(item))
+        here = [(item, piece_of_item(item)) for item in items if item.has_bytes]
         if self._fold:
-            folds = fold_many([piece.data for _, piece in there.values()], kernel=self._kernel)
-            for (item, _), fold in zip(there.values(), folds, strict=True):
+            folds = fold_many([piece.data for _, piece in here], kernel=self._kernel)
+            for (item, _), fold in zip(here, folds, strict=True):
                 item.fold = fold
-        for item, piece in there.values():
+        for item, piece in here:
             item.digest = piece.digest().hex()
             stays_whole = self._store_mode == "full"
             if self._store_mode == "sketch":

@@ -8,6 +8,7 @@ import functools
 import inspect
 import linecache
 import logging
+import pkgutil
 import re
 import sys
 import types
@@ -443,20 +444,6 @@ def _decorated(node: ast.FunctionDef, inner: types.FunctionType) -> bool:
     return bool(node.decorator_list) and is_library(inner)
 
 
-def replaced_in_torch() -> Iterator[tuple[str, list[types.FunctionType]]]:
-    holders = {
-        "torch": torch,
-        "torch.nn.functional": torch.nn.functional,
-        "torch.Tensor": torch.Tensor,
-    }
-    for holder, names in _TORCH_FUNCTIONS.items():
-        for name in names:
-            chain = layers(getattr(holders[holder], name, None))
-            homes = (function.__globals__.get("__name__", "") for function in chain)
-            if any(home.partition(".")[0] != "torch" for home in homes):
-                yield f"{holder}.{name}", chain
-
-
 def kernels_replaced() -> list[str]:
     """Operators of torch whose kernel another registration (``torch.library``, an extension in C++)
     stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
@@ -709,9 +696,13 @@ def code_notes(model: nn.Module) -> dict[str, CodeNote]:
     # torch's own functions that something else was put in place of, by name
     functions: dict[str, str] = {}
     replaced = []
-    for title, chain in replaced_in_torch():
-        functions[title] = digest_of(chain[-1], syntax_of(chain[-1]))
-        replaced.append(f"{title} was replaced by {put_by(chain[0])}")
+    for holder, names in _TORCH_FUNCTIONS.items():
+        for name in names:
+            chain = layers(getattr(pkgutil.resolve_name(holder), name, None))
+            homes = (function.__globals__.get("__name__", "") for function in chain)
+            if any(home.partition(".")[0] != "torch" for home in homes):
+                functions[f"{holder}.{name}"] = digest_of(chain[-1], syntax_of(chain[-1]))
+                replaced.append(f"{holder}.{name} was replaced by {put_by(chain[0])}")
     for text in kernels_replaced():
         replaced.append(text)
         functions[text.partition(" was ")[0]] = ""

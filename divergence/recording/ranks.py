@@ -159,9 +159,8 @@ def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int, train: bool
 #   features, ``rowwise`` the reverse, its partial products summed before anybody sees them; the
 #   embedding and a gathering head give whole tensors;
 # * the shape: the whole model's, run once on the meta device with the same batch. A dimension that
-# is smaller here by exactly this rank's share (torch.chunk's) is divided; a tensor of the whole
-# shape
-#   is a copy, except inside modules that sum in the end (experts), where nothing is said of it;
+#   is smaller here by exactly this rank's share (torch.chunk's) is divided; a tensor of the whole
+#   shape is a copy, except inside modules that sum in the end (experts), of which nothing is said;
 # * DTensor, where a model hands over one: its own placements.
 #
 # Where they leave it open the record says nothing, and a comparison counts the tensor as not
@@ -172,18 +171,13 @@ _STYLES: dict[str, tuple[str | None, str | None]] = {
     # style → input, output; None: by shape
     "colwise": ("replicate", LAST),
     "rowwise": (LAST, "replicate"),
-    "colwise_gather_output": ("replicate", "replicate"),
-    "colwise_rep": ("replicate", "replicate"),
-    "rowwise_split_input": ("replicate", "replicate"),
-    "rowwise_rep": ("replicate", "replicate"),
-    "embedding_rowwise": ("replicate", "replicate"),
-    "embedding_colwise": ("replicate", "replicate"),
-    "mla_kv_a_proj": ("replicate", "replicate"),
-    "moe_tp_experts": ("replicate", "replicate"),
-    "replicated_with_grad_allreduce": (None, None),
-    "replicate": (None, None),
-    "local_params": (None, None),
     "all_reduce": (None, "replicate"),
+    **dict.fromkeys("replicated_with_grad_allreduce replicate local_params".split(), (None, None)),
+    **dict.fromkeys(
+        "colwise_gather_output colwise_rep rowwise_split_input rowwise_rep embedding_rowwise "
+        "embedding_colwise mla_kv_a_proj moe_tp_experts".split(),
+        ("replicate", "replicate"),
+    ),
 }
 _SUMMING = frozenset({"moe_tp_experts", "all_reduce"})
 """Inside these a tensor of the whole shape may be a term of a sum."""

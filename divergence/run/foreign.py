@@ -518,31 +518,15 @@ class _Pickle:
         return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
-_BESIDE = (
-    "argparse.Namespace",
-    "megatron.",
-    "numpy.core.",
-    "numpy._core.",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "signal.",
+_BESIDE = tuple(
+    "argparse.Namespace megatron. numpy.core. numpy._core. numpy.ndarray numpy.dtype "
+    "signal.".split()
 )
 """Names in Megatron's checkpoints that stand for no tensor. Nothing is called by them either."""
 _SINGLE: dict[str, Any] = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _CONSTANTS = frozenset(
-    {
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-    }
+    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
+    "SHORT_BINBYTES BINBYTES8".split()
 )
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _Pickle.tensor,

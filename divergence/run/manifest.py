@@ -219,8 +219,8 @@ class QuantizedScheme(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def name(self) -> str:
         """``W8A8``; of floating-point codes ``FP8 W8A8``."""
         bits = [16 if codes is None else codes.bits for codes in (self.weights, self.activations)]
-        floats = any(codes is not None and codes.kind == "float" for codes in (self.weights,))
-        return f"{'FP8 ' if floats and bits[0] == 8 else ''}W{bits[0]}A{bits[1]}"
+        floats = self.weights is not None and self.weights.kind == "float" and bits[0] == 8
+        return f"{'FP8 ' if floats else ''}W{bits[0]}A{bits[1]}"
 
     def __str__(self) -> str:
         """``W8A8: int8 weights per channel, int8 activations per token, dynamic``"""
@@ -259,9 +259,8 @@ class QuantizationNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def has_coded_inputs(self) -> bool:
         """Is what enters modules quantised?"""
-        return (
-            any(scheme.activations is not None for scheme in self.schemes) and not self.dequantized
-        )
+        coded = any(scheme.activations is not None for scheme in self.schemes)
+        return coded and not self.dequantized
 
     @property
     def name(self) -> str:
@@ -374,13 +373,12 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def options_beside(self, other: Training) -> dict[str, bool | str | float]:
         """The settings in which this step differs from ``other``, which it repeats, by the names
         that capture() has for them. No option takes back what ``other`` alone has."""
-        options = {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            is_elsewhere = name in ("train", *_TOLD_ELSEWHERE)
-            if value is not None and value != getattr(other, name) and not is_elsewhere:
-                options[name] = value
-        return options
+        return {
+            name: value
+            for name in self.__struct_fields__
+            if name not in ("train", *_TOLD_ELSEWHERE)
+            and (value := getattr(self, name)) not in (None, getattr(other, name))
+        }
 
     def __str__(self) -> str:
         """``forward and backward, adamw, learning rate 0.001``; ``none`` where there was none."""
@@ -524,13 +522,8 @@ class DerivedNote(_Strict, kw_only=True):
     """The prompt after which it was another one, in the free pass. None: it stayed as it was."""
 
 
-ATTENTION = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
+ATTENTION = tuple(
+    "eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention".split()
 )
 """transformers' own. Every other name may be a repository of kernels, which is code."""
 
@@ -975,9 +968,9 @@ class Manifest(_Strict, kw_only=True):
     @property
     def is_of_a_module(self) -> bool:
         """Was it made by ``record``: any module, on tensors?"""
+        own_class = self.model.model_class != "" and not self.model.config_digest
         tokens = any(sample.prompt_ids for sample in self.tokens.samples)
-        own_class = self.model.model_class and not self.model.config_digest
-        return bool(own_class) and not tokens and self.model.task == "encoder"
+        return own_class and not tokens and self.model.task == "encoder"
 
     @property
     def escalated_to(self) -> str | None:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from divergence.domain import own_domains, placed
-from divergence.errors import ModelError, UsageError
+from divergence.errors import ModelError, UsageError, first_line
 from divergence.recording.engines.load import LoadedModel, Loading
 from divergence.recording.forwards import patched
 from divergence.recording.machine import free_bytes
@@ -177,8 +177,7 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
         ) from error
     except NotImplementedError as error:
         raise ModelError(
-            f"the forward pass needs an operator that {loaded.device} lacks: "
-            f"{(str(error).splitlines() or ['?'])[0][:200]}",
+            f"the forward pass needs an operator that {loaded.device} lacks: {first_line(error)}",
             hint="use --device cpu, or a newer torch for this device",
         ) from error
     except (
@@ -206,9 +205,8 @@ def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -
                 f"the prompt has {length} tokens and {count} are to follow; "
                 f"the model has {limit} positions"
             )
-        raise ModelError(
-            f"the forward pass failed: {(str(error).splitlines() or ['?'])[0][:300]}", hint=hint
-        ) from error
+        why = first_line(error, most=300)
+        raise ModelError(f"the forward pass failed: {why}", hint=hint) from error
 
 
 def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens], *, itemsize: int = 4) -> None:

@@ -591,26 +591,19 @@ def _factory(config: PretrainedConfig, task: Task) -> Any:
     if task == "causal-lm":
         reads_text = type(config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING
         # pictures or sound beside text: of prompts of text, the text alone is run
-        for name in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        for name, auto_class in _WITH_TEXT.items():
             classes = getattr(hf, f"MODEL_FOR_{name}_MAPPING", {})
             # some have a class for text alone as well, which the checkpoint is not of
             if type(config) in classes and (
                 not reads_text or getattr(classes[type(config)], "__name__", "") == names[0]
             ):
-                return getattr(hf, _WITH_TEXT[name])
+                return getattr(hf, auto_class)
         return hf.AutoModelForCausalLM
     if task == "encoder-decoder":
         speech = type(config) in hf.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
         return hf.AutoModelForSpeechSeq2Seq if speech else hf.AutoModelForSeq2SeqLM
-    for suffix, factory in (
-        ("ForMaskedLM", hf.AutoModelForMaskedLM),
-        ("ForSequenceClassification", hf.AutoModelForSequenceClassification),
-        ("ForTokenClassification", hf.AutoModelForTokenClassification),
-        ("ForQuestionAnswering", hf.AutoModelForQuestionAnswering),
-    ):
-        if names[0].endswith(suffix):
-            return factory
-    return hf.AutoModel
+    head = re.search("ForMaskedLM$", names[0]) or _HEAD.search(names[0])
+    return getattr(hf, f"AutoModel{head[0]}") if head else hf.AutoModel
 
 
 @contextlib.contextmanager

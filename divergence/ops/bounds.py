@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.ops.allowed import Unsafe, schema_name
-from divergence.recording.dispatch import bound_arguments
+from divergence.recording.dispatch import named_arguments, with_defaults
 from divergence.recording.machine import free_bytes
 
 Bound = Mapping[str, Any]
@@ -40,7 +40,7 @@ class Checking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        check_bounds(func, bound_arguments(func, args, kwargs))
+        check_bounds(func, with_defaults(func, named_arguments(func, args, kwargs)))
         return func(*args, **kwargs)
 
 

@@ -934,17 +934,8 @@ class Capture:
         )
         like, changed = request.like, request.only_changed
         reducer = reducer_for(store, like=like, only_changed=changed, kernel=kernel)
-        rank = 0 if ranks is None else ranks.rank
-        write = functools.partial(
-            RunWriter,
-            out,
-            manifest,
-            force=force,
-            rank=rank,
-            reducer=reducer,
-            buffer=buffer,
-            device=device,
-        )
+        how: dict[str, Any] = {"reducer": reducer, "buffer": buffer, "device": device}
+        write = functools.partial(RunWriter, out, manifest, force=force, **how)
         with started(ranks, write) as writer:
             keeper: Keeper = BufferKeeper(writer, buffer)
             if store == "hash" and not wants_fold(like):
@@ -1036,12 +1027,8 @@ def _tokens_of(
     recorded = request.like.manifest.tokens
     forced = [sample.generated_ids for sample in recorded.samples]
     samples = [
-        SampleTokens(
-            text=sample.text,
-            prompt_ids=sample.prompt_ids,
-            labels=sample.labels,
-            inputs=sample.inputs,
-            media=sample.media,
+        msgspec.structs.replace(
+            sample, generated_ids=[], chosen_ids=[], decoder_prompt_ids=[], weights=None
         )
         for sample in recorded.samples
     ]
@@ -1053,6 +1040,4 @@ def _tokens_of(
                 padding = [pad_id(loaded)] * (longest - len(forced[number]))
                 forced[number] = forced[number] + padding
         return samples, groups, forced
-    for sample, there in zip(samples, recorded.samples, strict=True):
-        sample.num_left_pad, sample.num_right_pad = there.num_left_pad, there.num_right_pad
     return samples, recorded.groups, forced

@@ -141,13 +141,7 @@ class CaseRequest:
                 manifest.mesh = ranks.mesh_of(manifest.environment)
             if self.options.probe and (ranks is None or ranks.is_first):
                 manifest.arithmetic = probed(device, self.progress)
-            write = partial(
-                RunWriter,
-                self.out,
-                manifest,
-                force=self.force,
-                rank=0 if ranks is None else ranks.rank,
-            )
+            write = partial(RunWriter, self.out, manifest, force=self.force)
             with started(ranks, write) as writer:
                 try:
                     pass_: PassName = "free" if plan.replayed_pass is None else "replayed"

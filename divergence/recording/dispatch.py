@@ -185,15 +185,10 @@ def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 
 
-def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults too."""
+def with_defaults(func: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name: those that were given, and the defaults of others."""
     arguments = func._schema.arguments
-    defaults = {
-        argument.name: argument.default_value
-        for argument in arguments
-        if argument.has_default_value()
-    }
-    return defaults | named_arguments(func, args, kwargs)
+    return {a.name: a.default_value for a in arguments if a.has_default_value()} | dict(named)
 
 
 @functools.cache
@@ -205,10 +200,7 @@ def draws_random_numbers(func: Any, named: Mapping[str, Any]) -> bool:
     """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = {
-        argument.name: named.get(argument.name, argument.default_value)
-        for argument in func._schema.arguments
-    }
+    given = with_defaults(func, named)
     if given.get("train") is False or given.get("training") is False:
         return False
     chances = [given.get(name) for name in ("dropout_p", "dropout", "p")]

@@ -310,11 +310,12 @@ def _own_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
-    """The writer. Of several ranks the first starts, the others when the directory is there."""
+def started(ranks: Ranks | None, make: Callable[..., RunWriter]) -> Iterator[RunWriter]:
+    """What ``make`` makes of this ``rank``. Of several ranks the first starts, the others when the
+    directory is there."""
     if ranks is not None and not ranks.is_first:
         ranks.gather(None)
-    with make() as writer:
+    with make(rank=0 if ranks is None else ranks.rank) as writer:
         if ranks is not None and ranks.is_first:
             ranks.gather(None)
         # inside the writer, so that a run which ends early says which rank ended it

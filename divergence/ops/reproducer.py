@@ -47,6 +47,7 @@ from divergence.ops.replay import (
 )
 from divergence.ops.weights import Weights
 from divergence.output import write_output
+from divergence.recording.code import global_names
 from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
 from divergence.run.manifest import Environment, Manifest, digest_tensor
@@ -180,7 +181,7 @@ def _collect(
     then itself; into ``imports`` the rest."""
     if not inspect.isfunction(function) or function.__closure__:
         raise _not_alone(operator, getattr(function, "__name__", repr(function)))
-    for name in sorted(_names(function.__code__)):
+    for name in sorted(global_names(function.__code__)):
         defined = name in imports or name in parts or name == function.__name__
         if not defined and name in function.__globals__:  # else an attribute's name, or a builtin
             value = function.__globals__[name]
@@ -210,15 +211,6 @@ def _name(
         if home.partition(".")[0] not in _THERE | sys.stdlib_module_names:
             raise _not_alone(operator, name)
         imports[name] = f"from {home} import {getattr(value, '__name__', name)} as {name}\n"
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Every global name that a function and what is defined inside it uses."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
 
 
 def _is_literal(value: Any) -> bool:

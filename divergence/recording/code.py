@@ -185,7 +185,7 @@ def _plain_values(function: types.FunctionType) -> dict[str, str]:
     values |= {f"default {name}": value for name, value in pairs}
     values |= {f"default {name}": v for name, v in (function.__kwdefaults__ or {}).items()}
     kinds: tuple[type, ...] = (float, int) if is_library(function) else (float, int, bool, str)
-    for name in _global_names(code):
+    for name in global_names(code):
         value = function.__globals__.get(name)
         if type(value) in kinds:
             values[f"global {name}"] = value
@@ -213,11 +213,12 @@ def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> set[str]:
+def global_names(code: types.CodeType) -> set[str]:
+    """Every global name that a function and what is defined inside it uses."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names = names | _global_names(constant)
+            names = names | global_names(constant)
     return names
 
 

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from divergence.errors import RunFormatError, UsageError
+from divergence.errors import DumpError, RunFormatError, UsageError
 from divergence.numerics.formats import FORMATS
 from divergence.run.record import (
     COMMON_SHARD_DTYPES,
@@ -845,14 +845,20 @@ def _entries(
     text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
 ) -> dict[str, Entry]:
     """The entries of a header: all lie in ``num_bytes``, and none over another."""
+    from divergence.outside import json_value  # of an odd header alone
+
     try:
         try:
             entries = _HEADER.decode(text)
         except msgspec.ValidationError:  # other writers note anything in __metadata__
-            parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            parts.pop("__metadata__", None)
-            entries = {key: msgspec.json.decode(part, type=Entry) for key, part in parts.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            header = json_value(text, where="header")
+            if not isinstance(header, dict):
+                raise damaged("header is not a JSON object") from None
+            header.pop("__metadata__", None)
+            entries = msgspec.convert(header, dict[str, Entry])
+    except DumpError as error:
+        raise damaged(f"header is not JSON ({error.message})") from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise damaged(f"header is malformed: {error}") from error
     entries.pop("__metadata__", None)
     offsets = [offset for entry in entries.values() for offset in entry.data_offsets]
@@ -872,7 +878,7 @@ def _entries(
                 last_end, last_key = end, key
     same: dict[object, Any] = {}
     for key, entry in entries.items():
-        if not entry.dtype or -1 in entry.shape:
+        if not entry.dtype or entry.shape == (-1,):
             raise damaged(f"entry {key!r} is malformed")
         # equal ones are one object: a third of what an entry takes
         entry.dtype = same.setdefault(entry.dtype, entry.dtype)

@@ -171,7 +171,14 @@ def compare(
             # it lies in the memory of this process
             own = replace(measuring, measure=None, progress=None)
             measured = measure_runs(a, free.candidate, lines, **options, measuring=own)
-            report = free.report(report, report_on(measured), thresholds)
+            rest = free.report(report, report_on(measured), thresholds)
+            if rest is report and report.verdict.side == "reference" and names is None:
+                # by B's truth it is A that has the form: it is taken off A
+                other = freed(measure_runs(b, a, lines, **options, measuring=own), report)
+                if other is not None:
+                    measured = measure_runs(other.candidate, b, lines, **options, measuring=own)
+                    rest = free.report(report, report_on(measured), thresholds)
+            report = rest
     # what trusted runs did to the limits; and of a truth, or of one run twice, what that is worth
     if floor:
         from divergence.comparison.trusted import widening_notes

@@ -395,6 +395,16 @@ def check(name: str, met: bool, lacking: Fact | str | None = None, *, made: bool
 def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     """Puts the settings that differ at the head of its summary, and without certainty
     where a blocking difference was overridden: that explains whatever is found."""
+    later = [how for line in preflight if line.check == "later weights" for how in line.details]
+    changed = [how for how in later if how["side"] is not None]  # both sides' are a training's
+    if changed and verdict.kind in ("identical", "within_floor"):
+        verdict = _unsure(
+            verdict,
+            check("same_experiment", False, fact("other", checks=["later weights"])),
+            kind="undetermined",
+            headline=[fact("weights_apart", how=changed[0]), *verdict.headline],
+            side=None,
+        )
     checks = _COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
     differing = [
         fact("setting", check=line.check, reference=line.reference, candidate=line.candidate)

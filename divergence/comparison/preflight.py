@@ -1016,7 +1016,7 @@ def related(a: ModelIdentity, b: ModelIdentity, pairs: Mapping[str, str]) -> Rel
             if own is not None and there is not None:
                 how, same, near = _relation(own, there, has_codes=a.quantization is not None)
             if how is None or near is not None:  # no relation that is exact
-                tied = _tied_alone(name, other, a, b, holders)
+                tied = tied_alone(name, other, a, b, holders)
                 how, near = (how, near) if tied is None else (tied, None)
             if how is None and near is None and None in notes:
                 return None
@@ -1064,7 +1064,7 @@ def moved(
     return None
 
 
-def _tied_alone(
+def tied_alone(
     name: str, other: str, a: ModelIdentity, b: ModelIdentity, holders: tuple[Holders, Holders]
 ) -> Fact | None:
     """Say which other parameter it is as well, on one side alone."""

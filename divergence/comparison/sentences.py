@@ -387,6 +387,7 @@ SENTENCES: Mapping[str, str] = {
     "behind_rank_off": " (behind it {site} is off)",
     "setting": "{check} {reference} / {candidate}",
     "settings_differ": "{settings:list}{beyond:yes=; beyond that, |no=: }",
+    "weights_apart": "the weights {how}, where nothing was compared; before that ",
     "nothing_explains": "; nothing that is recorded of the two explains it",
     "nothing_differs": (
         "machine, versions, settings and code are the same: another kernel or library, or a "

@@ -13,6 +13,7 @@ preflight and the policy have their say.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -126,16 +127,12 @@ def bless(
 def _refuse_other(place: Path) -> None:
     from divergence.run.target import check_archive
 
-    if not place.exists():
-        return
     is_run = (place / "manifest.json").is_file()
     if archive_kind(place) is not None and place.is_file():
-        try:
+        with contextlib.suppress(RunExistsError):
             check_archive(place, force=True)
             is_run = True
-        except RunExistsError:
-            is_run = False
-    if not is_run:
+    if place.exists() and not is_run:
         raise UsageError(
             f"{place} exists and is no run, so it is not replaced", hint="move it away"
         )

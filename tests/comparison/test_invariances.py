@@ -74,6 +74,10 @@ def test_a_constant_of_each_row_of_logits_is_no_fault(runs, tmp_path, name, dtyp
     assert not any(site.flagged for site in report.sites)
     there = next(s for s in report.sites if s.site == "lm_head:out" and s.pass_ == "anchored")
     assert there.rel_l2 > 1e-3 and there.limit_usage < 1
+    # named the other way round, by a truth that is B's
+    verdict = compare(report.candidate.path, report.reference.path).verdict
+    assert verdict.kind == "within_floor" and verdict.side in ("neither", None)
+    assert "one constant a row" in verdict.summary
 
 
 @pytest.mark.slow

@@ -68,13 +68,9 @@ def weights_document(report: WeightsReport) -> Document:
         named("adapter" if what.code == "weights.adapter" else "names", text)
         for what, text in zip(report.facts, report.matching, strict=True)
     ]
-    words = {True: "same", False: "other"}
+    words = {"ungrouped": "unknown"}
     rows = [
-        (
-            "unknown" if each.name == "ungrouped" else words[each.same],
-            each.num_parameters,
-            each.names,
-        )
+        (words.get(each.name, "same" if each.same else "other"), each.num_parameters, each.names)
         for each in report.relations
     ]
     table = Table(

@@ -321,12 +321,12 @@ def _left_over(
         tensors = sides[side].tensors
         for name in alone[side]:
             key = None if IN_BLOCK.match(name) else _copy_of(tensors, name)
-            kind = next((kind for end, kind in _PACKED if name.endswith(end)), None)
+            packed = next((kind for end, kind in _PACKED if name.endswith(end)), None)
             if key is not None:
                 how = fact("weights.tied", side=side, other=other, key=key)
                 relations.append((name, Relation("tied", True, how)))
-            elif kind is not None:
-                how = fact("weights.packed", side=side, kind=kind)
+            elif packed is not None:
+                how = fact("weights.packed", side=side, kind=packed)
                 relations.append((name, Relation("packed", False, how)))
             else:
                 table = _TABLES.search(name) is not None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from divergence.comparison.preflight import holders_of, match_parameters, moved
+from divergence.comparison.preflight import holders_of, match_parameters, moved, tied_alone
 from divergence.facts import Fact, fact
 from divergence.numerics.formats import format_named
-from divergence.outside import Budget
 from divergence.run.command import Command, command
 from divergence.run.manifest import ModelIdentity, digest_tensor
 from divergence.run.reader import Run
@@ -19,6 +19,7 @@ from divergence.run.site import starred
 if TYPE_CHECKING:
     import torch
 
+    from divergence.domains.weights.checkpoint import Stored
     from divergence.domains.weights.relations import Relation
 
 _MOST_WORK = 2**43
@@ -44,27 +45,17 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
     return facts, [command("weights", *(model.source for model in models))]
 
 
-def _stored(model: ModelIdentity) -> dict[str, torch.Tensor]:
-    """Tensors of the safetensors files of a directory, mapped; of no pipe and no device."""
-    from divergence.run.foreign import tensors_of
-
-    budget = Budget()
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(expanded(model.source).glob("*.safetensors")):
-        tensors |= tensors_of(file, budget) if file.is_file() else {}
-    return tensors
-
-
 def _relations(models: list[ModelIdentity], pairs: Mapping[str, str]) -> list[Fact]:
+    from divergence.domains.weights.checkpoint import open_checkpoint
     from divergence.domains.weights.relations import Relation, relation
 
-    stored = [_stored(model) for model in models]
+    stored = [open_checkpoint(str(expanded(model.source))).tensors for model in models]
     kinds: dict[str, tuple[str, str]] = {}
     for names in pairs.items():
         if models[0].digests[names[0]] != models[1].digests[names[1]]:
             kinds.setdefault(starred(names[0]), names)
     groups: dict[Fact, list[tuple[str, Relation]]] = {}
-    work, holders = 0, holders_of(models[0])
+    work, holders = 0, (holders_of(models[0]), holders_of(models[1]))
     for names in sorted(kinds.values(), key=lambda names: _work(names, stored)):
         work += _work(names, stored)
         if work > _MOST_WORK:
@@ -73,11 +64,14 @@ def _relations(models: list[ModelIdentity], pairs: Mapping[str, str]) -> list[Fa
         for name, model, tensors in zip(names, models, stored, strict=True):
             note = model.parameters.get(name)
             if note is not None and name in tensors:
-                value = tensors[name].to(format_named(note.dtype).torch_dtype)
+                value = tensors[name].read().to(format_named(note.dtype).torch_dtype)
                 values += [value] * (digest_tensor(value) == model.digests[name])
         if len(values) == 2:
-            other = moved(*names, holders, models[1], pairs)
+            other = moved(*names, holders[0], models[1], pairs)
             how = relation(*values) if other is None else Relation("moved", False, other)
+            if how.name in ("near", "unrelated"):
+                tied = tied_alone(*names, models[0], models[1], holders)
+                how = how if tied is None else Relation("copy", False, tied)
             groups.setdefault(how.kind, []).append((names[0], how))
     return [
         fact(
@@ -87,9 +81,9 @@ def _relations(models: list[ModelIdentity], pairs: Mapping[str, str]) -> list[Fa
     ]
 
 
-def _work(names: tuple[str, str], stored: list[dict[str, torch.Tensor]]) -> int:
+def _work(names: tuple[str, str], stored: list[dict[str, Stored]]) -> int:
     """Bound the products of relating two tensors, the larger of them; 2**27 for what is small."""
     shapes = [own[name].shape for name, own in zip(names, stored, strict=True) if name in own]
     rows = max((size for shape in shapes for size in shape), default=1)
-    num = max((shape.numel() for shape in shapes), default=1)
+    num = max(map(math.prod, shapes), default=1)
     return max(num, 64 * rows, 2**12) * max(rows, 2**15)

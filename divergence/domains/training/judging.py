@@ -105,20 +105,13 @@ def _last_digit(values: np.ndarray) -> float:
 def trend_of(steps: np.ndarray, diffs: np.ndarray) -> Trend:
     """``steps`` (n,), ``diffs`` (n,): finite relative differences in order of steps."""
     if len(diffs) < MIN_STEPS:
-        return Trend(
-            state="not_told",
-            statistic=None,
-            limit=None,
-            parts_at=None,
-            lacking=fact("training.few_steps", num_steps=len(diffs), least=MIN_STEPS),
-        )
+        few = fact("training.few_steps", num_steps=len(diffs), least=MIN_STEPS)
+        return Trend(state="not_told", statistic=None, limit=None, parts_at=None, lacking=few)
     parts = [diffs] + [
         diffs[-(len(diffs) // share) :] for share in (2, 4, 8) if len(diffs) // share >= MIN_PART
     ]
-    looks = []
-    for (
-        part
-    ) in parts:  # (statistic, limit) for the number of blocks with which the sum goes less far
+    looks = []  # (statistic, limit) for the number of blocks with which the sum goes less far
+    for part in parts:
         sums = []
         for num_blocks, limit in LIMITS.items():
             means = block_means(part, num_blocks)
@@ -211,30 +204,19 @@ def compare_curves(a: Curves, b: Curves, *, warmup_steps: int | None = None) -> 
         for side, curves in (("reference", a), ("candidate", b))
         for item in curves.remarks
     ]
-    if warmup_steps is None:
+    first = warmup_steps
+    if first is None:
         num = min(int(len(common) * WARMUP_SHARE), MOST_WARMUP)
         first = common[num] if common else 0
-    else:
-        first = warmup_steps
-    metrics = [
-        _measure(name, a.metrics[name], b.metrics[name], first)
-        for name in a.metrics
-        if name in b.metrics
-    ]
-    metrics.sort(key=lambda curve: (curve.metric != "loss", curve.metric))
+    names = sorted(a.metrics.keys() & b.metrics.keys(), key=lambda name: (name != "loss", name))
+    metrics = [_measure(name, a.metrics[name], b.metrics[name], first) for name in names]
     for name in sorted(a.metrics.keys() ^ b.metrics.keys()):
         side = "reference" if name in a.metrics else "candidate"
         remarks.append(fact("training.alone", metric=name, side=side))
     losses = a.metrics["loss"], b.metrics["loss"]
     if not len(losses[0]) == len(losses[1]) == len(common):
-        remarks.append(
-            fact(
-                "training.other_steps",
-                num_reference=len(losses[0]),
-                num_candidate=len(losses[1]),
-                num_common=len(common),
-            )
-        )
+        nums: dict[str, Any] = {"num_reference": len(losses[0]), "num_candidate": len(losses[1])}
+        remarks.append(fact("training.other_steps", **nums, num_common=len(common)))
         ends = [max(curve) for curve in losses]
         if common and ends[0] != ends[1]:
             side = SIDES[ends[1] > ends[0]]

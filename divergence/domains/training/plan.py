@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -125,25 +126,13 @@ class TrainingPlan(msgspec.Struct, Worded, frozen=True, kw_only=True):
 
 # Bytes of parameters, gradients and optimizer state on one rank, from shapes and dtypes.
 #
-# Per parameter, in bytes (Ψ parameters on a rank; ZeRO divides over N ranks):
-#
-# =====================  =======  =========  ============  =======  =====================
-# training               weights  gradients  main weights  moments  in all
-# =====================  =======  =========  ============  =======  =====================
-# 16 bits, main weights  2        2          4             8        16  (ZeRO's "mixed precision")
-# float32 (autocast too) 4        4          -             8        16
-# 16 bits alone          2        2          -             4         8
-# =====================  =======  =========  ============  =======  =====================
-#
-# for Adam; SGD without momentum has no moments. With main weights ZeRO's stages are 16Ψ;
-# 4Ψ + 12Ψ/N; 2Ψ + 14Ψ/N; 16Ψ/N (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
-# Trillion Parameter Models", arXiv 1910.02054, section 5).
-#
-# Stages 1 and 2 divide all elements evenly, as DeepSpeed and Megatron do. Stage 3 divides each
-# parameter along its first dimension, as torch's ``fully_shard`` does: the first ranks hold
-# ceil(rows/N) of its rows. ``whole_parameters_bytes`` is what torch's ``ZeroRedundancyOptimizer``
-# does at stage 1. Moments lie in the dtype of what they update. Not counted: a step counter of 4
-# bytes for each tensor, and what an allocator adds.
+# docs/training.md has the bytes for each of Ψ parameters (Rajbhandari et al., "ZeRO: Memory
+# Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054, section 5). Stages 1
+# and 2 divide all elements evenly, as DeepSpeed and Megatron do. Stage 3 divides each parameter
+# along its first dimension, as torch's ``fully_shard`` does: the first ranks hold ceil(rows/N) of
+# its rows. ``whole_parameters_bytes`` is what torch's ``ZeroRedundancyOptimizer`` does at stage 1.
+# Moments lie in the dtype of what they update. Not counted: a step counter of 4 bytes for each
+# tensor, and what an allocator adds.
 
 MOMENTS = {"adamw": 2, "sgd": 0}
 """Tensors of a parameter's shape that each optimizer keeps."""
@@ -191,25 +180,21 @@ def kept_parts(
     if zero not in range(4):
         raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
     trained = [piece for piece in pieces if piece.trained]
-    sizes = {piece.itemsize for piece in trained}
 
     def part(
         name: str, of: Sequence[RankParameter], factor: int, size: int | None, stage: int
     ) -> Kept:
         """``factor`` tensors of each shape; ``size``: bytes of an element, None for its own."""
-        divided = zero >= stage and num_ranks > 1
-        if not divided:
-            total = sum(factor * p.numel * (size or p.itemsize) for p in of)
-        elif zero == 3:
-            total = sum(factor * p.rows_numel(num_ranks) * (size or p.itemsize) for p in of)
-        else:  # one flat tensor in equal parts
-            total = sum(factor * -(-p.numel // num_ranks) * (size or p.itemsize) for p in of)
+        count, total = num_ranks if zero >= stage else 1, 0
+        for p in of:  # by rows, or of one flat tensor in equal parts
+            numel = p.rows_numel(count) if zero == 3 else -(-p.numel // count)
+            total += factor * numel * (size or p.itemsize)
         own = {p.itemsize for p in of}
         each = str(factor * (size or own.pop())) if size or len(own) == 1 else "(2..4)"
-        return Kept(name=name, formula=f"{each}Ψ{'/N' if divided else ''}", bytes=total)  # type: ignore[arg-type]
+        return Kept(name=name, formula=f"{each}Ψ{'/N' if count > 1 else ''}", bytes=total)  # type: ignore[arg-type]
 
     parts = [part("parameters", pieces, 1, None, 3), part("gradients", trained, 1, None, 2)]
-    with_main = main_weights and any(size < 4 for size in sizes)
+    with_main = main_weights and any(piece.itemsize < 4 for piece in trained)
     if with_main:
         parts.append(part("main weights", trained, 1, 4, 1))
     if MOMENTS[optimizer]:
@@ -258,23 +243,20 @@ def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -
             f"{type(module).__name__} has no plan for tensor parallelism",
             hint="plan it without the axis tp",
         )
+    method = getattr(module, "get_input_embeddings", None)
+    tied = getattr(None if method is None else method(), "weight", None)
     for path, style in styles.items():
+        part: Any = module.get_submodule(path)
         if style in _WHOLE:
             continue
-        part: Any = module.get_submodule(path)
-        if style not in SHARED + REDUCED or not isinstance(
-            part, torch.nn.Linear | torch.nn.Embedding
-        ):
+        matrix = isinstance(part, torch.nn.Linear | torch.nn.Embedding)
+        if not matrix or style not in SHARED + REDUCED:
             raise ModelError(
                 f"how {style!r} divides {type(part).__name__} is not known to the plan",
                 where=path,
                 hint="plan it without the axis tp",
             )
-    method = getattr(module, "get_input_embeddings", None)
-    tied = getattr(None if method is None else method(), "weight", None)
-    for path, style in styles.items():
-        part = module.get_submodule(path)
-        if style in _WHOLE or (part.weight is tied and style != "embedding_rowwise"):
+        if part.weight is tied and style != "embedding_rowwise":
             continue
         axis = 1 if style in _ROWS else 0
         whole = part.weight.shape[axis]
@@ -297,20 +279,10 @@ def shrink(module: torch.nn.Module, styles: Mapping[str, str], num_ranks: int) -
 # Of n ranks each sends, and receives, (n-1)/n of a tensor in a reduce-scatter or an all-gather, and
 # twice that in an all-reduce, which is one after the other (ring: Patarasuk and Yuan, "Bandwidth
 # optimal all-reduce algorithms for clusters of workstations", 2009; in NCCL's words the bus
-# bandwidth's factor). For G bytes of gradients and P of parameters on a rank:
-#
-# ========  ==========================================================================
-# ZeRO 0    all-reduce of G
-# ZeRO 1-2  reduce-scatter of G, all-gather of P
-# ZeRO 3    all-gather of P in the forward, again in the backward of what was let go in
-#           between, reduce-scatter of G (arXiv 1910.02054, section 7: 1.5 times ZeRO 0)
-# tp        all-reduce of each row-divided matrix's output in the forward, and of each
-#           column-divided matrix's input gradient in the backward: 2 and 2 a block
-#           (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3)
-# ========  ==========================================================================
-#
-# Times are bytes over the rate, as if nothing else used the link and nothing overlapped; latency is
-# left out.
+# bandwidth's factor). docs/training.md says what each stage of ZeRO sends (arXiv 1910.02054,
+# section 7), and tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3).
+# Times are bytes over the rate, as if nothing else used the link and nothing overlapped, without
+# latency.
 
 _FACTOR = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
 
@@ -398,8 +370,6 @@ def _bytes(pieces: Sequence[RankParameter], rows: int) -> int:
 # Each operator's results are storages; one is counted when it is first seen, and no more when it is
 # freed. Run under torch's FakeTensorMode nothing is allocated, and sizes and lifetimes are those of
 # a real step: also of what autograd saves, of gradients of activations, of what is computed again.
-#
-# Not seen: memory that a kernel takes inside itself (workspaces), and what an allocator rounds up.
 
 
 class LiveBytes(TorchDispatchMode):
@@ -549,14 +519,10 @@ def run_step(
         ids = torch.zeros(wanted.batch, wanted.tokens, dtype=torch.long)
         for tensor in (*module.parameters(), *module.buffers(), ids):
             live.see(tensor, num_bytes=0)  # it was there before
+        counts = (REDUCED, sent.forward), (GATHERED, sent.gather), (SHARED, sent.backward)
         for path, style in layout.styles.items():
-            for styles, count in (
-                (REDUCED, sent.forward),
-                (GATHERED, sent.gather),
-                (SHARED, sent.backward),
-            ):
-                if style in styles:
-                    stack.enter_context(module.get_submodule(path).register_forward_hook(count))
+            for count in (count for styles, count in counts if style in styles):
+                stack.enter_context(module.get_submodule(path).register_forward_hook(count))
         # Of sequences without pads transformers leaves the mask out, and sdpa knows itself what is
         # causal. Whether there are pads it cannot see on fake tensors, and makes a mask of T × T.
         config, sdpa = getattr(module, "config", None), loaded.task == "causal-lm"
@@ -573,13 +539,8 @@ def run_step(
             loss.backward()
             del loss
             ranks.finish()
-    activations = Activations(
-        checkpointing=checkpointing,
-        saved_bytes=saved,
-        gathered_bytes=gathered,
-        peak_bytes=live.peak,
-    )
-    return activations, sent
+    sizes = {"saved_bytes": saved, "gathered_bytes": gathered, "peak_bytes": live.peak}
+    return Activations(checkpointing=checkpointing, **sizes), sent
 
 
 def _loss(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -607,14 +568,13 @@ class _Sharing:
     def __init__(self, module: Any, live: LiveBytes, layout: StepLayout) -> None:
         self._module, self._live, self._layout = module, live, layout
         self.backward = False
-        blocks = [module.get_submodule(path) for path in layout.blocks]
+        self._blocks = [module.get_submodule(path) for path in layout.blocks]
         taken: set[int] = set()
         self._groups: list[list[torch.nn.Parameter]] = []
-        for block in blocks:
+        for block in self._blocks:
             own = [parameter for parameter in block.parameters() if id(parameter) not in taken]
             taken |= {id(parameter) for parameter in own}
             self._groups.append(own)
-        self._blocks = blocks
         self._rest = [parameter for parameter in module.parameters() if id(parameter) not in taken]
 
     @contextlib.contextmanager
@@ -767,8 +727,8 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     cannot divide."""
     axes = _axes(wanted.mesh)
     rate = None if wanted.link_rate is None else link_rate(wanted.link_rate)
-    zero = wanted.zero if wanted.zero is not None else 3 if axes.get("fsdp", 1) > 1 else 0
-    dp, fsdp = axes.get("dp", 1), axes.get("fsdp", 1)
+    dp, fsdp, tp = (axes.get(name, 1) for name in ("dp", "fsdp", "tp"))
+    zero = wanted.zero if wanted.zero is not None else 3 if fsdp > 1 else 0
     # the ranks that ZeRO divides over; at stage 0 those that average gradients
     count = dp * fsdp if zero == 0 else fsdp if fsdp > 1 else dp
     if zero and count == 1:
@@ -779,9 +739,9 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     module: Any = loaded.module
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     styles: dict[str, str] = {}
-    if axes.get("tp", 1) > 1:
+    if tp > 1:
         styles = tensor_plan(module)
-        shrink(module, styles, axes["tp"])
+        shrink(module, styles, tp)
     pieces = [  # each once
         RankParameter(
             name=name,
@@ -798,17 +758,12 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     # torch's DTensor holds the gradient of a table whose rows are divided whole
     wide = {f"{path}.weight" for path, style in styles.items() if style == "embedding_rowwise"}
     tables = [piece for piece in pieces if piece.trained and piece.name in wide]
-    undivided = sum((axes["tp"] - 1) * piece.bytes for piece in tables) if zero < 2 else 0
-    kept = [
-        msgspec.structs.replace(part, bytes=part.bytes + undivided)
-        if part.name == "gradients"
-        else part
-        for part in kept
-    ]
+    undivided = sum((tp - 1) * piece.bytes for piece in tables) if zero < 2 else 0
+    more = {"gradients": undivided}
+    kept = [replace(part, bytes=part.bytes + more.get(part.name, 0)) for part in kept]
     names = {escape_path(name): name for name, _ in module.named_modules()}
-    blocks = [
-        names[path] for path, note in describe_modules(module).items() if note.role == "block"
-    ]
+    notes = describe_modules(module)
+    blocks = [names[path] for path, note in notes.items() if note.role == "block"]
     layout = StepLayout(
         zero=zero,
         num_ranks=count,
@@ -822,11 +777,7 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
     way = wanted.gradient_checkpointing
     used, sent = next((step for step in steps if step[0].checkpointing == way), (None, Sent()))
     traffic += tensor_traffic(
-        sent.forward_bytes,
-        sent.backward_bytes,
-        sent.gathered_bytes,
-        num_ranks=axes.get("tp", 1),
-        rate=rate,
+        sent.forward_bytes, sent.backward_bytes, sent.gathered_bytes, num_ranks=tp, rate=rate
     )
     by_name = {part.name: part.bytes for part in kept}
     total, gradients = sum(by_name.values()), by_name["gradients"]
@@ -839,11 +790,11 @@ def plan_training(loaded: LoadedModel, wanted: Wanted) -> TrainingPlan:
         remarks.append(fact("training.zero_optimizer", fullest_bytes=fullest, moment_bytes=moments))
     if zero < 2 and dp * fsdp > 1:
         remarks.append(fact("training.ddp_buckets", gradient_bytes=gradients))
-    if sent.num_backward and axes.get("tp", 1) > 1:
+    if sent.num_backward and tp > 1:
         remarks.append(fact("training.shared_input", num_matrices=sent.num_backward))
     for piece in tables:
-        more, counted = (axes["tp"] - 1) * piece.bytes, undivided > 0
-        table = fact("training.whole_table", parameter=piece.name, more_bytes=more, counted=counted)
+        size, counted = (tp - 1) * piece.bytes, undivided > 0
+        table = fact("training.whole_table", parameter=piece.name, more_bytes=size, counted=counted)
         remarks.append(table)
     return TrainingPlan(
         num_parameters=num_parameters,

@@ -19,7 +19,8 @@ from divergence.outside import json_value, opened, read_as
 
 # What a framework's settings say of the dtypes of a training step.
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_HALF = ("bfloat16", "float16")
+_DTYPES = ("float32", *_HALF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,6 @@ def number(value: Any, where: str) -> float:
     return parsed
 
 
-def half(dtype: str | None) -> bool:
-    """Is it one of 16 bits?"""
-    return dtype in ("bfloat16", "float16")
-
-
 # DeepSpeed's configuration: ``ds_config.json``.
 #
 # As its engine reads it: parameters are in the dtype that is enabled; gradients are reduced in
@@ -75,16 +71,9 @@ def half(dtype: str | None) -> bool:
 # deepspeed/runtime/precision_config.py.
 
 SECTIONS = (
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "zero_optimization",
-    "communication_data_type",
-    "data_types",
-    "torch_autocast",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-)
+    "bf16 bfloat16 fp16 zero_optimization communication_data_type data_types torch_autocast "
+    "train_batch_size train_micro_batch_size_per_gpu"
+).split()
 """By which a configuration is known as DeepSpeed's."""
 
 
@@ -118,7 +107,7 @@ def deepspeed_policy(config: Mapping[str, Any]) -> PrecisionPolicy:
         wide = dtype == "bfloat16" and stage == 0
         options["accumulate_dtype"] = "float32" if wide else dtype
         reasons += [f"zero_optimization.stage={stage}"] if dtype == "bfloat16" else []
-    if half(dtype):
+    if dtype in _HALF:
         switch = on[0]
         without = f"{switch}_master_weights_and_grads"
         options["main_weights"] = not _at(config, f"{switches[switch]}.{without}")
@@ -168,12 +157,9 @@ def _at(config: Mapping[str, Any], place: str, default: Any = None) -> Any:
 _POLICY = re.compile(r"\s*(?:[\w.]+\.)?MixedPrecision(?:Policy)?\(")
 _DTYPE_NAMES = ("param_dtype", "reduce_dtype", "buffer_dtype")
 _OTHERS = (
-    "output_dtype",
-    "cast_forward_inputs",
-    "cast_root_forward_inputs",
-    "keep_low_precision_grads",
-    "_module_classes_to_ignore",
-)
+    "output_dtype cast_forward_inputs cast_root_forward_inputs keep_low_precision_grads "
+    "_module_classes_to_ignore"
+).split()
 
 
 def fsdp_policy(text: str) -> PrecisionPolicy:
@@ -187,7 +173,7 @@ def fsdp_policy(text: str) -> PrecisionPolicy:
     computed = dtypes.get("param_dtype")
     options: dict[str, Any] = {"accumulate_dtype": "float32"}
     if computed is not None:
-        options |= {"dtype": computed, "main_weights": half(computed)}
+        options |= {"dtype": computed, "main_weights": computed in _HALF}
     sent = dtypes.get("reduce_dtype", computed)
     options |= {} if sent is None else {"reduce_dtype": sent}
     if "buffer_dtype" in dtypes:
@@ -228,18 +214,10 @@ _YAML = re.compile(r"^[ \t]*([a-z][a-z0-9_]*)[ \t]*:[ \t]*([^\s#]+)[ \t\r]*$", r
 _ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?:[ =]+([^\s-]\S*))?")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _KNOWN = (
-    "bf16",
-    "fp16",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "use_precision_aware_optimizer",
-    "loss_scale",
-    "clip_grad",
-)
+    "bf16 fp16 accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 main_grads_dtype "
+    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype use_precision_aware_optimizer loss_scale "
+    "clip_grad"
+).split()
 _NO = ("false", "none", "no", "0")
 
 

@@ -89,14 +89,10 @@ def read_losses(path: str) -> Curves:
     curves = Curves(path=path)
     if place.is_dir() and (place / STATE).exists():
         place = inside(place, STATE)
-    if place.is_dir() or EVENTS in place.name:
-        _take(curves, _scalars(place), where=path)
-    elif place.suffix.lower() == ".json":
-        _take(curves, _state(place), where=path)
-    elif place.suffix.lower() in (".csv", ".tsv"):
-        _take(curves, _table(place), where=path)
-    else:
-        _take(curves, _lines(place), where=path)
+    readers = {".json": _state, ".csv": _table, ".tsv": _table}
+    events = place.is_dir() or EVENTS in place.name
+    reader = _scalars if events else readers.get(place.suffix.lower(), _lines)
+    _take(curves, reader(place), where=path)
     if not curves.metrics.get("loss"):
         others = ", ".join(curves.metrics) or "none of them"
         raise DumpError(

@@ -23,30 +23,25 @@ def megatron(tmp_path, text):
     return read_policy(str(path))
 
 
+def dtypes(compute, reduce, accumulate, **more):
+    """The options of a step in these."""
+    return {"dtype": compute, "reduce_dtype": reduce, "accumulate_dtype": accumulate} | more
+
+
 @pytest.mark.parametrize(
     ("config", "options"),
     [
         (
             {"train_batch_size": 8},
-            {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"},
+            dtypes("float32", "float32", "float32"),
         ),
         (
             {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-            {
-                "dtype": "bfloat16",
-                "reduce_dtype": "bfloat16",
-                "accumulate_dtype": "float32",
-                "main_weights": True,
-            },
+            dtypes("bfloat16", "bfloat16", "float32", main_weights=True),
         ),
         (
             {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
-            {
-                "dtype": "bfloat16",
-                "reduce_dtype": "bfloat16",
-                "accumulate_dtype": "bfloat16",
-                "main_weights": True,
-            },
+            dtypes("bfloat16", "bfloat16", "bfloat16", main_weights=True),
         ),
         (
             {
@@ -56,13 +51,7 @@ def megatron(tmp_path, text):
                 "data_types": {"grad_accum_dtype": "fp32"},
                 "gradient_clipping": 1.0,
             },
-            {
-                "dtype": "bfloat16",
-                "reduce_dtype": "float32",
-                "accumulate_dtype": "float32",
-                "main_weights": True,
-                "clip_grad_norm": 1.0,
-            },
+            dtypes("bfloat16", "float32", "float32", main_weights=True, clip_grad_norm=1.0),
         ),
         (
             {
@@ -73,36 +62,21 @@ def megatron(tmp_path, text):
                 },
                 "zero_optimization": {"stage": 3},
             },
-            {
-                "dtype": "bfloat16",
-                "reduce_dtype": "bfloat16",
-                "accumulate_dtype": "bfloat16",
-                "main_weights": False,
-                "moments_dtype": "bfloat16",
-            },
+            dtypes(
+                "bfloat16", "bfloat16", "bfloat16", main_weights=False, moments_dtype="bfloat16"
+            ),
         ),
         (
             {"fp16": {"enabled": True, "loss_scale": 1024}},
-            {
-                "dtype": "float16",
-                "reduce_dtype": "float16",
-                "accumulate_dtype": "float16",
-                "main_weights": True,
-                "loss_scale": 1024.0,
-            },
+            dtypes("float16", "float16", "float16", main_weights=True, loss_scale=1024.0),
         ),
         (
             {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
-            {
-                "dtype": "float16",
-                "reduce_dtype": "float16",
-                "accumulate_dtype": "float16",
-                "main_weights": True,
-            },
+            dtypes("float16", "float16", "float16", main_weights=True),
         ),
         (
             {"train_batch_size": 8, "gradient_clipping": "auto"},
-            {"dtype": "float32", "reduce_dtype": "float32", "accumulate_dtype": "float32"},
+            dtypes("float32", "float32", "float32"),
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -135,12 +109,7 @@ def test_a_configuration_that_decides_nothing_is_refused(config, words, tmp_path
         deepspeed(tmp_path, **config)
 
 
-WIDE = {
-    "dtype": "bfloat16",
-    "reduce_dtype": "float32",
-    "accumulate_dtype": "float32",
-    "main_weights": True,
-}
+WIDE = dtypes("bfloat16", "float32", "float32", main_weights=True)
 NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
 
 
@@ -152,14 +121,14 @@ NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
         ("--bf16\n--main-grads-dtype bf16", NARROW),
         (
             "--fp16 --loss-scale 4096 --clip-grad 1.0",
-            {
-                "dtype": "float16",
-                "reduce_dtype": "float16",
-                "accumulate_dtype": "float16",
-                "main_weights": True,
-                "loss_scale": 4096.0,
-                "clip_grad_norm": 1.0,
-            },
+            dtypes(
+                "float16",
+                "float16",
+                "float16",
+                main_weights=True,
+                loss_scale=4096.0,
+                clip_grad_norm=1.0,
+            ),
         ),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", {**WIDE, "dtype": "float16"}),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,28 +43,18 @@ def reduced(parts: Sequence[torch.Tensor], *, dtype: torch.dtype, order: str) ->
         sliced = [tensor.tensor_split(count) for tensor in given]
         for chunk in range(count):
             around = [sliced[(chunk + 1 + step) % count][chunk] for step in range(count)]
-            partial = around[0]
-            for term in around[1:]:
-                partial = partial + term
-            chunks.append(partial)
+            chunks.append(functools.reduce(torch.add, around))
         total = torch.cat(chunks)
     return total.view(parts[0].shape).to(parts[0].dtype)
 
 
-# ZeRO: what of a training step each rank keeps, beside its own part of the prompts.
-#
-#     stage   parameters   gradients   optimizer's state   with
-#     0       all          all         all                 --mesh dp
-#     1       all          all         a part              --mesh dp: ZeroRedundancyOptimizer
-#     2       all          a part      a part              --mesh fsdp, gathered once a micro-batch
-#     3       a part       a part      a part              --mesh fsdp, gathered twice
-#
-# At stage 1 torch's ``ZeroRedundancyOptimizer`` gives each parameter to one rank, which alone has
-# its moments, makes its update and sends it to the others. At stages 2 and 3 FSDP2
-# (``fully_shard``) divides the rows of each parameter; stage 2 is its
+# ZeRO: what of a training step each rank keeps, beside its own part of the prompts: by the stage,
+# as docs/training.md has it. At stage 1 torch's ``ZeroRedundancyOptimizer`` gives each parameter to
+# one rank, which alone has its moments, makes its update and sends it to the others. At stages 2
+# and 3 FSDP2 (``fully_shard``) divides the rows of each parameter; stage 2 is its
 # ``reshard_after_forward=False``. That differs from the paper's stage 2 in what is kept *between*
-# steps (parameters are in parts then, too) and in no number: the gradients are added up and
-# divided by the same reduce-scatter.
+# steps (parameters are in parts then, too) and in no number: the gradients are added up and divided
+# by the same reduce-scatter.
 #
 # Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
 # models", SC20, arXiv 1910.02054, section 5.
@@ -216,10 +207,9 @@ class Stepping:
             if parameter.grad is None:
                 continue
             parts = self._parts.setdefault(id(parameter), [])
-            if together and parts:
-                parts[0] = parts[0] + parameter.grad.to(parts[0].dtype)
-            elif together:
-                parts.append(parameter.grad.to(self._sums_dtype(parameter)))
+            if together:
+                gradient = parameter.grad.to(self._sums_dtype(parameter))
+                parts[:] = [parts[0] + gradient if parts else gradient]
             else:
                 parts.append(parameter.grad)
             parameter.grad = None
@@ -330,17 +320,12 @@ class Stepping:
         how: dict[str, Any] = {"lr": self.training.learning_rate}
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         rest = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": self.training.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
+        decays = (matrices, self.training.weight_decay), (rest, 0.0)
+        groups = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
         kind = torch.optim.AdamW if name == "adamw" else torch.optim.SGD
-        return (
-            DividedOptimizer(kind, groups, **how)
-            if self.training.zero == 1
-            else kind(groups, **how)
-        )
+        if self.training.zero == 1:
+            return DividedOptimizer(kind, groups, **how)
+        return kind(groups, **how)
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,6 @@ def settled(options: CaptureOptions, like: Run | None) -> CaptureOptions | None:
 
 _DTYPES = ("autocast", "reduce_dtype", "accumulate_dtype", "moments_dtype", "buffer_dtype")
 
-
 _AXES = {0: "dp", 1: "dp", 2: "fsdp", 3: "fsdp"}
 """The axis of the mesh that keeps so much."""
 
@@ -196,21 +195,14 @@ def check_stage(options: CaptureOptions, axes: Collection[str]) -> None:
     if zero not in _AXES:
         raise UsageError(f"--zero {zero} is no stage of ZeRO", hint="0, 1, 2 or 3")
     axis = _AXES[zero]
-    if not {"dp", "fsdp"} & set(axes):
-        if zero:
-            raise UsageError(
-                f"--zero {zero} has no ranks to divide over",
-                hint=f"under torchrun, with --mesh {axis}",
-            )
-        return
-    if axis not in axes:
-        why = (
-            "each rank of dp keeps all parameters and gradients"
-            if axis == "fsdp"
-            else "ranks of fsdp keep a part of all three"
-        )
-        given = "dp" if axis == "fsdp" else "fsdp"
-        raise UsageError(f"--zero {zero} with --mesh {given}: {why}", hint=f"--mesh {axis}")
+    if zero and not axes:
+        hint = f"under torchrun, with --mesh {axis}"
+        raise UsageError(f"--zero {zero} has no ranks to divide over", hint=hint)
+    if axes and axis not in axes:
+        why = "dp: each rank of dp keeps all parameters and gradients"
+        if axis == "dp":
+            why = "fsdp: ranks of fsdp keep a part of all three"
+        raise UsageError(f"--zero {zero} with --mesh {why}", hint=f"--mesh {axis}")
     if zero == 1 and asked.optimizer is None:
         raise UsageError(
             "--zero 1 divides the optimizer's state, and no step is made",

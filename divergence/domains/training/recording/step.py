@@ -7,7 +7,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -128,11 +127,6 @@ def _next_node() -> int:
     return number
 
 
-def _is_autograds(frame: FrameType) -> bool:
-    """Is it where torch's autograd is called?"""
-    return frame.f_code.co_name == "_engine_run_backward"
-
-
 class TrainingOperators(OperatorRecorder):
     """Records the operators of modules, and, within ``backward``, those of their backward."""
 
@@ -189,7 +183,8 @@ class TrainingOperators(OperatorRecorder):
                 return
             begin(module, args, kwargs)
             if self._stack:
-                self._flows.setdefault(self._root(), self._flow)
+                root = self._stack[0]
+                self._flows.setdefault(root + self._call_of(root), self._flow)
                 self._starts.append((self._caller(), _next_node()))
 
         return push
@@ -212,9 +207,6 @@ class TrainingOperators(OperatorRecorder):
             end(module, args, output)
 
         return pop
-
-    def _root(self) -> str:
-        return self._stack[0] + self._call_of(self._stack[0])
 
     # --- backward -------------------------------------------------------------------------------
 
@@ -273,14 +265,8 @@ class TrainingOperators(OperatorRecorder):
 
     def _block(self) -> str | None:
         """The recorded block, with its call, that the node at hand belongs to."""
-        return next(
-            (
-                flow
-                for flow in self._flows
-                if flow.partition("#")[0] in self.blocks and _is_in(self._owner, flow)
-            ),
-            None,
-        )
+        blocks = (flow for flow in self._flows if flow.partition("#")[0] in self.blocks)
+        return next((flow for flow in blocks if _is_in(self._owner, flow)), None)
 
     def _caller(self) -> str:
         if not self._in_backward:
@@ -296,7 +282,7 @@ class TrainingOperators(OperatorRecorder):
     def _origin(self, func: Any) -> dict[str, str | None]:
         if not self._in_backward or self._runs_forward():
             return super()._origin(func)
-        own = source_line(_is_autograds)
+        own = source_line(lambda frame: frame.f_code.co_name == "_engine_run_backward")
         if own is None and operator_name(func) in _SUMS:
             return {"source": None}  # behind the node, not of it
         made_by, line = self._forwards.get(self._node._sequence_nr(), (None, None))
@@ -507,11 +493,6 @@ class TrainRecorder(Recorder):
 
     # --- backward -------------------------------------------------------------------------------
 
-    @property
-    def sample(self) -> int:
-        """The first prompt of the group that runs."""
-        return self._sample
-
     def backward(self, loss: torch.Tensor, share: float = 1.0) -> None:
         """The backward of the forward that was just made. ``share``: 0 where its gradients are not
         to count."""
@@ -520,7 +501,7 @@ class TrainRecorder(Recorder):
         tensors, gradients = [loss], [torch.ones_like(loss) * (self._stepping.loss_scale * share)]
         for tensor, gradient in self._roots:
             tensors.append(tensor)
-            gradients.append(gradient * share if share != 1.0 else gradient)
+            gradients.append(gradient * share)
         self._backward_runs = True
         operators = self.operators
         recorded = operators.backward() if isinstance(operators, TrainingOperators) else None
@@ -658,20 +639,16 @@ class TrainingStep(GroupStep):
         model, training = self._model, self.training
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            if dtype is not None and isinstance(tensor, torch.nn.Parameter):
-                wide = tensor.detach().to(dtype)
-                same = tensor.dtype == dtype
+            if isinstance(tensor, torch.nn.Parameter):
+                same = dtype is None or tensor.dtype == dtype
+                wide = tensor if same else tensor.detach().to(dtype)
                 return tensor if same else torch.nn.Parameter(wide, tensor.requires_grad)
-            cast = dtype is None and training.buffer_dtype is not None
-            if cast and tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
-                return tensor.to(getattr(torch, str(training.buffer_dtype)))
+            if dtype is None and training.buffer_dtype is not None and tensor.is_floating_point():
+                return tensor.to(getattr(torch, training.buffer_dtype))
             return tensor
 
-        originals = []
-        if training.optimizer is not None:
-            originals = [
-                (parameter, parameter.detach().clone()) for parameter in model.parameters()
-            ]
+        stepped = () if training.optimizer is None else model.parameters()
+        originals = [(parameter, parameter.detach().clone()) for parameter in stepped]
         try:
             with swapped(model, leaf):
                 yield
@@ -770,7 +747,7 @@ class TrainingSession:
         ranks, share = loaded.ranks, 1.0
         if ranks is not None:
             ranks.idle = False
-            if not ranks.owns(recorder.sample):  # it runs for the others' sake, who wait for it
+            if not ranks.owns(recorder._sample):  # it runs for the others' sake, who wait for it
                 share = 0.0
             # FSDP divides gradients by the number of ranks; the loss is a mean over all ranks'
             # tokens already, where each has its own prompts

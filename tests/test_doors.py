@@ -36,7 +36,7 @@ INSIDE = {
         cli.demo domains.collectives.capturing domains.collectives.cases domains.probe.additions
         domains.probe.quick domains.quantization.coding domains.quantization.model
         domains.quantization.quantize domains.quantization.scheme domains.scores.statistics
-        domains.suite.catalog domains.suite.definition domains.training.recording.optimizer
+        domains.suite.capturing domains.suite.definition domains.training.recording.optimizer
         experiments.tiny ops.allowed ops.bounds ops.replay ops.reproducer recording.plant
         recording.ranks""",
     "words and files of other tools, one by one": """

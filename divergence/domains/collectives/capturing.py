@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import multiprocessing
 import os
 import socket
@@ -198,27 +199,25 @@ def bus_factor(collective: str, num_ranks: int) -> float:
 def seconds_of_one(call: Call, x: torch.Tensor, ranks: Ranks) -> list[float]:
     """Seconds of single calls, of the slowest rank each; the first, which sets up connections, is
     left out. All ranks make equally many."""
+
+    def wait() -> None:
+        if x.device.type != "cpu":
+            getattr(torch, x.device.type).synchronize(x.device)
+
+    def timed() -> float:
+        wait()
+        begun = time.perf_counter()
+        call(x)
+        wait()
+        return time.perf_counter() - begun
+
     call(x)
-    first = max(ranks.gather(_timed(call, x)))
-    count = int(min(_MOST_CALLS, max(_LEAST_CALLS, _SECONDS / max(first, 1e-6))))
+    first = max(ranks.gather(timed()))
     timings = []
-    for _ in range(count):
+    for _ in range(int(min(_MOST_CALLS, max(_LEAST_CALLS, _SECONDS / max(first, 1e-6))))):
         ranks.gather(None)  # start together
-        timings.append(_timed(call, x))
+        timings.append(timed())
     return [max(times) for times in zip(*ranks.gather(timings), strict=True)]
-
-
-def _timed(call: Call, x: torch.Tensor) -> float:
-    _wait(x)
-    begun = time.perf_counter()
-    call(x)
-    _wait(x)
-    return time.perf_counter() - begun
-
-
-def _wait(x: torch.Tensor) -> None:
-    if x.device.type != "cpu":
-        getattr(torch, x.device.type).synchronize(x.device)
 
 
 LEAST_RUNS = 3
@@ -254,12 +253,10 @@ def record_all(recorder: RankRecorder, work: CollectiveWork) -> None:
     """Run and record all of it. Raises UsageError where nothing can be run."""
     total = len(work.cases) + len(work.orders) + len(work.timed)
     lacking = _unsupported(recorder, [*work.cases, *work.orders])
-    num_done = 0
+    number = itertools.count()
 
     def tell(path: str) -> None:
-        nonlocal num_done
-        recorder.progress("collectives", num_done, total, path)
-        num_done += 1
+        recorder.progress("collectives", next(number), total, path)
 
     for case in work.cases:
         tell(case.path)

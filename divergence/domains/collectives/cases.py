@@ -28,7 +28,6 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from divergence.errors import UsageError
 from divergence.numerics.drawn import (
     OUTLIER_FACTOR,
     integers,
@@ -71,10 +70,19 @@ def draw(
     if values == "integers":
         most = max(1, 2**digits // max(1, num_ranks) // 2)
         x = integers(name, (size,), -min(most, 2**20), min(most, 2**20) + 1).astype(np.float64)
+    elif values == "rank_coded" and adds:
+        group, place = divmod(rank, digits)
+        coded = np.arange(size) % -(-num_ranks // digits) == group
+        x = np.where(coded, 2.0**place, 0.0)
     elif values == "rank_coded":
-        x = _coded(size, digits, rank=rank, num_ranks=num_ranks, adds=adds)
+        pieces = np.arange(size) * num_ranks // max(1, size)
+        x = 1.0 + (rank * num_ranks + pieces) % (2**digits - 1)
     elif values == "cancelling":
-        x = _cancelling(size, rank, num_ranks)
+        x = _full(f"collective.pair.{rank // 2}", size)
+        if rank % 2:  # |normal| <= 6, so by less than 2^-7
+            x = -x * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
+        elif rank == num_ranks - 1:
+            x = x / 2.0**12
     else:
         x = _full(name, size)
         if values == "outlier":
@@ -92,24 +100,6 @@ def _full(name: str, size: int) -> np.ndarray:
     factors = [1.0 + np.abs(normal(f"{name}.{k}", (size,))) / 16.0 for k in (1, 2)]
     x: np.ndarray = normal(name, (size,)) * factors[0] * factors[1]
     return x
-
-
-def _coded(size: int, digits: int, *, rank: int, num_ranks: int, adds: bool) -> np.ndarray:
-    if not adds:
-        pieces = np.arange(size) * num_ranks // max(1, size)
-        codes: np.ndarray = 1.0 + (rank * num_ranks + pieces) % (2**digits - 1)
-        return codes
-    groups = -(-num_ranks // digits)
-    group, place = divmod(rank, digits)
-    return np.where(np.arange(size) % groups == group, 2.0**place, 0.0)
-
-
-def _cancelling(size: int, rank: int, num_ranks: int) -> np.ndarray:
-    base = _full(f"collective.pair.{rank // 2}", size)
-    if rank % 2:  # |normal| <= 6, so by less than 2^-7
-        other: np.ndarray = -base * (1.0 + np.abs(normal(f"collective.{rank}", (size,))) / 2.0**10)
-        return other
-    return base / 2.0**12 if rank == num_ranks - 1 else base.copy()
 
 
 PREFIX = "collective."
@@ -210,6 +200,11 @@ class CollectiveCase:
         return f"{self.collective}.{self.dtype}.{self.size}.{self.values}"
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """Return what has one order of addition."""
+        return self.collective, self.dtype, self.size
+
+    @property
     def order_path(self) -> str:
         """The same, of what masks give in it."""
         return f"order.{self.collective}.{self.dtype}.{self.size}"
@@ -248,22 +243,8 @@ def order_cases() -> Iterator[CollectiveCase]:
     """The collectives, dtypes and sizes of which the order of addition is looked for."""
     seen = set()
     for case in all_cases():
-        key = (case.collective, case.dtype, case.size)
         orders = case.dtype in FLOATS and case.collective != "rs_ag" and case.size != "tiny"
-        if case.adds and orders and key not in seen:
-            seen.add(key)
+        if case.adds and orders and case.key not in seen:
+            seen.add(case.key)
             yield case
     yield CollectiveCase("all_reduce", "float32", "huge", "random")
-
-
-def case_of(path: str) -> CollectiveCase:
-    """The case of a path, for example ``all_reduce.float32.odd.random``. Raises UsageError where
-    there is none."""
-    parts = path.split(".")
-    if len(parts) == 4 and parts[0] in COLLECTIVES:
-        matching = [case for case in all_cases() if case.path == path]
-        if matching:
-            return matching[0]
-    raise UsageError(
-        f"no case is called {path!r}", hint="COLLECTIVE.DTYPE.SIZE.VALUES: all_reduce.float32.odd"
-    )

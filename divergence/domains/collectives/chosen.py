@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,29 +58,25 @@ def backend_name(device: str) -> str:
 
 def native(collective: Collective) -> Call:
     """The group's own. Raises what torch raises for a dtype that the backend lacks."""
+
+    def on_copy(call: Callable[..., Any], *more: int) -> Call:
+        def in_place(x: torch.Tensor) -> torch.Tensor:
+            out = x.clone()
+            call(out, *more)
+            return out
+
+        return in_place
+
     calls: dict[Collective, Call] = {
-        "all_reduce": _all_reduce,
-        "reduce": _reduce,
+        "all_reduce": on_copy(dist.all_reduce),
+        "reduce": on_copy(dist.reduce, ROOT_RANK),
         "reduce_scatter": reduce_scatter,
-        "rs_ag": lambda x: all_gather(reduce_scatter(x)),
         "all_gather": all_gather,
         "broadcast": _broadcast,
         "all_to_all": _all_to_all,
         "send_recv": lambda x: shift(x, 1),
     }
     return calls[collective]
-
-
-def _all_reduce(x: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    dist.all_reduce(out)
-    return out
-
-
-def _reduce(x: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    dist.reduce(out, ROOT_RANK)
-    return out
 
 
 def _broadcast(x: torch.Tensor) -> torch.Tensor:
@@ -151,10 +147,6 @@ Order = Callable[[int], Sequence[int]]
 """Number of ranks → the order in which a rank adds what it got."""
 
 
-def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x + y
-
-
 def _ring(chunks: list[torch.Tensor], add: Add, order: Order) -> torch.Tensor:
     rank, size = dist.get_rank(), len(chunks)
     for step in range(size - 1):
@@ -218,7 +210,7 @@ ALGORITHMS: dict[str, Callable[[list[torch.Tensor], Add, Order], torch.Tensor]] 
 }
 
 
-def reduce_scatter_by(name: str, *, add: Add = plain, order: Order = range) -> Call:
+def reduce_scatter_by(name: str, *, add: Add = torch.add, order: Order = range) -> Call:
     """The reduce-scatter of that algorithm. Raises UsageError where it needs another number of
     ranks."""
     algorithm = ALGORITHMS[name]
@@ -233,7 +225,7 @@ def reduce_scatter_by(name: str, *, add: Add = plain, order: Order = range) -> C
     return call
 
 
-def all_reduce_by(name: str, *, add: Add = plain, order: Order = range) -> Call:
+def all_reduce_by(name: str, *, add: Add = torch.add, order: Order = range) -> Call:
     """The all-reduce: its reduce-scatter, then an all-gather. Where N does not divide by n, the
     last chunk is filled up with zeros."""
     scattered = reduce_scatter_by(name, add=add, order=order)
@@ -279,13 +271,18 @@ class ChosenCollectives:
     rank: int = 0
 
     def call(self, collective: Collective) -> Call:
-        """Return the function that is run. rs_ag is made of what reduce_scatter is."""
+        """Return the function that is run, with the faults of its collective. rs_ag is made of what
+        reduce_scatter is. All ranks call this alike, since a fault in an addition needs all to run
+        the algorithm it is planted in."""
         if collective == "rs_ag":
             scattered = self.call("reduce_scatter")
             call: Call = lambda x: all_gather(scattered(x))  # noqa: E731 - a composition
         else:
             call = self.functions.get(collective) or native(collective)
-        return planted(self.faults, collective, call, rank=self.rank)
+        for fault in self.faults:
+            if fault.collective == collective:
+                call = _with(fault, call, own=fault.rank == self.rank)
+        return call
 
     def name_of(self, collective: Collective, backend: str) -> str:
         """Return the recorded name. A fault in an addition is planted in this package's own."""
@@ -372,25 +369,13 @@ def parse_fault(text: str) -> PlantedFault:
             where=f"--plant {text}",
             hint=f"one of {', '.join(COLLECTIVES)}",
         )
-    summing = where in ("all_reduce", "reduce_scatter")
     if name not in FAULTS or (count and not count.isdecimal()) or (name == "tail") != bool(count):
         raise PlantError(f"unknown fault {what!r}", where=f"--plant {text}", hint=hint)
-    if name in BY and not summing:
+    if name in BY and where not in _SUMS:
         raise PlantError(
             f"{name} is planted in all_reduce or reduce_scatter", where=f"--plant {text}", hint=hint
         )
     return PlantedFault(COLLECTIVES[COLLECTIVES.index(where)], name, int(rank), int(count or 0))
-
-
-def planted(
-    faults: Iterable[PlantedFault], collective: Collective, call: Call, *, rank: int
-) -> Call:
-    """``call`` with the faults of its collective. ``rank``: this one. All ranks call this alike,
-    since a fault in an addition needs all to run the algorithm it is planted in."""
-    for fault in faults:
-        if fault.collective == collective:
-            call = _with(fault, call, own=fault.rank == rank)
-    return call
 
 
 def _with(fault: PlantedFault, call: Call, *, own: bool) -> Call:

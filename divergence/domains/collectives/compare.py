@@ -15,7 +15,6 @@ from divergence.comparison.analysis import report_of
 from divergence.comparison.arithmetic import facts_of_operators
 from divergence.comparison.decide import check
 from divergence.comparison.result import (
-    Check,
     Coverage,
     Finding,
     Onset,
@@ -128,14 +127,13 @@ def _expected(
 ) -> float | None:
     """rms error of a sum of n terms of variance 1 (trees: E[error²] = c² u² Σ size(node)); a wider
     accumulator leaves the last rounding, of a sum of variance n."""
-    with_tree = [stretch for stretch in stretches if stretch.tree is not None]
-    if not with_tree or accumulates is None:
+    if accumulates is None:  # where it is known, every stretch has a tree
         return None
     form, inner = format_named(dtype), format_named(accumulates)
     if inner.unit_roundoff < form.unit_roundoff:
         return _ROUNDING_RMS * form.unit_roundoff * math.sqrt(num_ranks)
-    total = sum((part.stop - part.start) * part.tree.partials for part in with_tree if part.tree)
-    mean = total / sum(part.stop - part.start for part in with_tree)
+    total = sum((part.stop - part.start) * part.tree.partials for part in stretches if part.tree)
+    mean = total / sum(part.stop - part.start for part in stretches)
     return float(_ROUNDING_RMS * inner.unit_roundoff * mean**0.5)
 
 
@@ -160,10 +158,9 @@ def identities(
         if first is None or second is None:
             continue
         keys: list[Key] = [(name, dtype, size) for name in ("all_reduce", "reduce_scatter")]
-        ways, kept = [orders.get(key) for key in keys], {sums_in.get(key) for key in keys}
-        alike = _added_alike(ways[0], ways[1], len(first))
-        if len(kept) > 1 or None in kept:
-            alike = None
+        kept, alike = {sums_in.get(key) for key in keys}, None
+        if len(kept) == 1 and None not in kept:  # then both orders are known
+            alike = _added_alike([orders[key] for key in keys], len(first))
         differ = bits_differ(first, second)
         if alike is not None:  # at the edge between two chunks it is not known
             differ &= alike
@@ -182,19 +179,13 @@ def identities(
     return rows
 
 
-def _added_alike(
-    direct: list[Stretch] | None, composed: list[Stretch] | None, size: int
-) -> torch.Tensor | None:
+def _added_alike(orders: list[list[Stretch]], size: int) -> torch.Tensor | None:
     """(size,): elements known to be added in the same order; None where some are in another."""
-    if not direct or not composed:
-        return None
     number: dict[object, int] = {}
     groups = []
-    for stretches in (direct, composed):
+    for stretches in orders:
         trees = torch.full((size,), -1)
         for part in stretches:
-            if part.tree is None:
-                return None
             trees[part.start : part.stop] = number.setdefault(part.tree, len(number))
         groups.append(trees)
     both = (groups[0] >= 0) & (groups[1] >= 0)
@@ -731,13 +722,13 @@ def check_side(run: Run, side: Side, progress: Progress | None = None) -> Collec
     all_of = _SideCheck(recorded)
     measured = list(recorded.orders())
     for order in measured:
-        all_of.orders[_key(order.case)] = decode(order.sizes, n)
+        all_of.orders[order.case.key] = decode(order.sizes, n)
     cases = list(recorded.cases())
     for number, case in enumerate(cases):
         (progress or silent)("compare", number, len(cases), case.case.path)
         _check_case(all_of, case)
     order_rows = [
-        order_row(recorded, order.case, order.elements, all_of.orders[_key(order.case)])
+        order_row(recorded, order.case, order.elements, all_of.orders[order.case.key])
         for order in measured
     ]
     sums_in: dict[Key, str | None] = {
@@ -799,8 +790,7 @@ def _check_case(all_of: _SideCheck, case: RecordedCase) -> None:
         all_of.num_missing += 1
         return
     num_faults = len(all_of.faults)
-    present = [rank for rank in case.ranks if rank in case.results]
-    all_of.num_missing += len(case.ranks) - len(present)
+    all_of.num_missing += len(case.ranks) - len(case.results)
     wrong = wrong_of(case, case.results)
     check: CollectiveCheck = "sum" if case.case.adds else "definition"
     misfits = grouped(wrong.misfits, lambda rank: (len(case.results[rank]), wrong.misfits[rank]))
@@ -813,7 +803,7 @@ def _check_case(all_of: _SideCheck, case: RecordedCase) -> None:
     elif not _named_by_replay(all_of, case, wrong):
         all_of.add_wrong(case, check, case.results, wrong)
     if name in _REPLICATED and not wrong.found:
-        odd = odd_ranks(case, all_of.orders.get(_key(case.case), []))
+        odd = odd_ranks(case, all_of.orders.get(case.case.key, []))
         if odd is not None:
             others, differ, what = odd
             all_of.add(case, "same_bits", differ, others, what)
@@ -837,7 +827,7 @@ def _named_by_replay(all_of: _SideCheck, case: RecordedCase, wrong: WrongCall) -
     """Do additions in a narrower dtype, of one rank or of all, explain every bit?"""
     if not case.case.adds or wrong.misfits:
         return False
-    stretches, elements = all_of.orders.get(_key(case.case), []), wrong.elements
+    stretches, elements = all_of.orders.get(case.case.key, []), wrong.elements
     beyond = elements[min(elements)]
     narrow = adds_narrow(all_of.recorded, stretches, case)
     if narrow is not None:
@@ -866,7 +856,7 @@ def _named_by_replay(all_of: _SideCheck, case: RecordedCase, wrong: WrongCall) -
 
 def _look_below(all_of: _SideCheck, case: RecordedCase) -> None:
     """A rank that adds in another dtype than the others, below what the bound shows."""
-    stretches, out = all_of.orders.get(_key(case.case)), case.whole
+    stretches, out = all_of.orders.get(case.case.key), case.whole
     if stretches is None or out is None or case.case.values != "random":
         return
     if replay(stretches, [(case.inputs, out)]) is not None:
@@ -908,10 +898,6 @@ def _check_repeats(all_of: _SideCheck, case: RecordedCase, first: WrongCall) -> 
     return False
 
 
-def _key(case: CollectiveCase) -> Key:
-    return (case.collective, case.dtype, case.size)
-
-
 _CHECKS = ("definition", "sum", "repeatable", "same_bits", "identity")
 _VALUES = ("random", "rank_coded", "integers", "cancelling", "outlier", "subnormal")
 _SIZES = ("odd", "even", "large", "tiny")
@@ -939,98 +925,73 @@ def _gravity(fault: CollectiveFault) -> tuple[int, ...]:
 _MOST = 6
 
 
-def find_in_one(judged: CollectivesSide, run: Run) -> Finding:
-    if judged.faults:
-        return _fault_finding([judged], [run], "reference")
-    num = sum(row.num_cases for row in judged.rows)
-    done = run.manifest.complete and not judged.num_missing
-    orders = _orders(judged.orders)
-    headline = fact("collectives.nothing_checked", orders=orders)
-    if num:
+def find(result: CollectivesResult, runs: Sequence[Run], coverage: Coverage) -> Finding:
+    """What one run shows by itself, or two held against each other."""
+    sides, is_pair = result.sides, len(result.sides) == 2
+    if any(judged.faults for judged in sides):
+        return _fault_finding(sides, runs, named=is_pair)
+    complete = all(run.manifest.complete for run in runs)
+    nums = [sum(row.num_cases for row in judged.rows) for judged in sides]
+    checks = [check("measured", num > 0, fact("collectives.no_case")) for num in nums]
+    orders = [_orders(judged.orders) for judged in sides]
+    kind: VerdictKind = "within_floor"
+    if not is_pair:
+        done = complete and not sides[0].num_missing
+        checks = [check("coverage", done, fact("collectives.ranks_missing")), *checks]
         headline = fact(
             "collectives.holds",
-            num=num,
-            num_ranks=judged.num_ranks,
-            backend=judged.backend,
+            num=nums[0],
+            num_ranks=sides[0].num_ranks,
+            backend=sides[0].backend,
             done=done,
-            orders=orders,
+            orders=orders[0],
         )
-    return Finding(
-        claim="collectives",
-        kind="within_floor" if num else "undetermined",
-        headline=[headline],
-        rests_on=_checks(judged, done),
-        evidence=_facts(judged),
-    )
-
-
-def find_in_two(result: CollectivesResult, a: Run, b: Run, coverage: Coverage) -> Finding:
-    sides = result.sides
-    faulty = [judged for judged in sides if judged.faults]
-    if faulty:
-        side = common_side(judged.side for judged in faulty)
-        runs = {"reference": a, "candidate": b}
-        return _fault_finding(faulty, [runs[judged.side] for judged in faulty], side, named=True)
-    done = a.manifest.complete and b.manifest.complete and not coverage.unmatched
-    checks = [check("coverage", done, fact("collectives.not_every_case"))]
-    checks += [item for judged in sides for item in _checks(judged, True)[1:]]
-    facts = [item for judged in sides for item in _facts(judged, side=judged.side)]
-    kind: VerdictKind = "identical"
-    headline = fact("collectives.all_same", num=result.num_common)
-    if not result.num_common:
-        nums = [
-            judged.num_ranks if sides[0].num_ranks != sides[1].num_ranks else None
-            for judged in sides
-        ]
-        kind, headline = (
-            "undetermined",
-            fact(
-                "collectives.none_common",
-                num_in_reference=nums[0],
-                num_in_candidate=nums[1],
-                checked=all(any(row.num_cases for row in judged.rows) for judged in sides),
-            ),
-        )
+        if not nums[0]:
+            kind, headline = "undetermined", fact("collectives.nothing_checked", orders=orders[0])
+    elif not result.num_common:
+        unlike = sides[0].num_ranks != sides[1].num_ranks
+        num_ranks = [judged.num_ranks if unlike else None for judged in sides]
+        kind = "undetermined"
         checks = [check("measured", False, fact("collectives.nothing_compared"))]
-    elif result.differing:
-        orders = [_orders(judged.orders) or fact("collectives.order_not_known") for judged in sides]
-        kind, headline = (
-            "within_floor",
-            fact(
+        headline = fact(
+            "collectives.none_common",
+            num_in_reference=num_ranks[0],
+            num_in_candidate=num_ranks[1],
+            checked=all(nums),
+        )
+    else:
+        done = complete and not coverage.unmatched
+        checks = [check("coverage", done, fact("collectives.not_every_case")), *checks]
+        reference, candidate = (way or fact("collectives.order_not_known") for way in orders)
+        kind, headline = "identical", fact("collectives.all_same", num=result.num_common)
+        if result.differing:
+            kind = "within_floor"
+            headline = fact(
                 "collectives.differ",
                 num=len(result.differing),
                 total=result.num_common,
                 rel_l2=result.differing[0].rel_l2,
-                same_orders=orders[0] == orders[1],
-                reference=orders[0],
-                candidate=orders[1],
-            ),
-        )
+                same_orders=reference == candidate,
+                reference=reference,
+                candidate=candidate,
+            )
     return Finding(
         claim="collectives",
         kind=kind,
         headline=[headline],
         rests_on=checks,
-        evidence=facts,
+        evidence=[
+            item for judged in sides for item in _facts(judged, judged.side if is_pair else None)
+        ],
     )
 
 
-def _checks(judged: CollectivesSide, done: bool) -> list[Check]:
-    made = any(row.num_cases for row in judged.rows)
-    return [
-        check("coverage", done, fact("collectives.ranks_missing")),
-        check("measured", made, fact("collectives.no_case")),
-    ]
-
-
 def _fault_finding(
-    sides: Sequence[CollectivesSide],
-    runs: Sequence[Run],
-    side: SideOrBoth | None,
-    *,
-    named: bool = False,
+    every: Sequence[CollectivesSide], every_run: Sequence[Run], *, named: bool
 ) -> Finding:
-    """``sides``: those with faults. ``named``: there are two, and whose fault it is is told."""
+    """``named``: there are two, and whose fault it is is told."""
+    sides = [judged for judged in every if judged.faults]
+    runs = [run for judged, run in zip(every, every_run, strict=True) if judged.faults]
     first = sides[0].faults[0]
     collectives = sorted({fault.collective for judged in sides for fault in judged.faults})
     collectives_run = {row.collective for judged in sides for row in judged.rows}
@@ -1054,7 +1015,7 @@ def _fault_finding(
         kind="systematic" if many else "localized",
         headline=[headline],
         onset=Onset(site=first.site, block=None, sample=0, step=0, position=None),
-        side=side,
+        side=common_side(judged.side for judged in sides),
         rests_on=[
             check("coverage", not missing, fact("collectives.ranks_missing")),
             check("rank", not first.assumed or confirmed, assumed, made=False),
@@ -1115,7 +1076,7 @@ def _orders(orders: Sequence[OrderRow]) -> Fact | None:
     return fact("collectives.adds", ways=ways) if ways else None
 
 
-def _facts(judged: CollectivesSide, *, side: Side | None = None) -> list[Fact]:
+def _facts(judged: CollectivesSide, side: Side | None) -> list[Fact]:
     """Return what else is worth a line. ``side``: whose, where there are two."""
     facts = []
     sums = {row.collective: row.limit_usage for row in judged.rows if row.limit_usage is not None}
@@ -1164,7 +1125,8 @@ def report_alone(run: Run, *, progress: Progress | None = None) -> Report:
     num = sum(row.num_cases for row in judged.rows)
     coverage = Coverage(num_compared=num, num_only_reference=judged.num_missing)
     result = CollectivesResult(sides=[judged])
-    return report_of(run, run, find_in_one(judged, run), coverage, [], collectives=result)
+    finding = find(result, [run], coverage)
+    return report_of(run, run, finding, coverage, [], collectives=result)
 
 
 def report_on(
@@ -1224,7 +1186,7 @@ def report_on(
     )
     coverage = Coverage.of(num_common, skipped)
     lines = [line for line in facts_of_operators(a, b)[0] if line.check != "engine"]
-    finding = find_in_two(result, a, b, coverage)
+    finding = find(result, [a, b], coverage)
     return report_of(a, b, finding, coverage, lines, collectives=result)
 
 

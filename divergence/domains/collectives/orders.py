@@ -140,8 +140,6 @@ def _without_edges(stretches: list[Stretch], width: int) -> list[Stretch]:
 
 
 def _tree(row: np.ndarray, num_ranks: int) -> Tree | None:
-    if num_ranks == 1:
-        return None
     table = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for (i, j), size in zip(combinations(range(num_ranks), 2), row.tolist(), strict=True):
         table[i, j] = table[j, i] = size
@@ -192,13 +190,11 @@ def name_order(stretches: list[Stretch], num_ranks: int) -> str:
     first) adds in the order of a binomial tree, and no measurement from outside tells them apart.
     Two ranks have one order.
     """
-    trees = [stretch.tree for stretch in stretches]
-    if not trees or any(tree is None for tree in trees):
+    distinct = list(dict.fromkeys(part.tree for part in stretches if part.tree is not None))
+    if not stretches or any(stretch.tree is None for stretch in stretches):
         return "not revealed"
-    determined = [tree for tree in trees if tree is not None]
     if num_ranks == 2:
         return "one addition"
-    distinct = list(dict.fromkeys(determined))
     if any(tree.widest > 2 for tree in distinct):
         same = len(distinct) == 1
         return "flat" if same and len(distinct[0].nodes) == 1 else "fused"

@@ -19,10 +19,10 @@ from divergence.domains.collectives.cases import (
     ROOT_RANK,
     SIZES,
     CollectiveCase,
-    case_of,
+    all_cases,
 )
 from divergence.domains.collectives.result import BandwidthRow
-from divergence.errors import RunFormatError, UsageError
+from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_of
 from divergence.run.ranks import UnshardedRun
 from divergence.run.reader import Run
@@ -62,15 +62,11 @@ class Recorded:
                 self._calls.setdefault(record.site, record)
 
     def cases(self) -> Iterator[RecordedCase]:
+        by_path = {case.path: case for case in all_cases()}
         for record in self._calls.values():
+            case = by_path.get(module_of(record.site))
             assert record.call is not None
-            if record.call.operator in (ORDER, SECONDS):
-                continue
-            try:
-                case = case_of(module_of(record.site))
-            except UsageError:
-                continue
-            if record.call.operator == f"{PREFIX}{case.collective}":
+            if case is not None and record.call.operator == f"{PREFIX}{case.collective}":
                 yield RecordedCase(self, case)
 
     def find(self, case: CollectiveCase) -> RecordedCase | None:
@@ -134,14 +130,14 @@ class RecordedCase:
     def __init__(self, recorded: Recorded, case: CollectiveCase) -> None:
         self.recorded, self.case, self.num_ranks = recorded, case, recorded.num_ranks
         self.place = operator_path(case.path, f"{PREFIX}{case.collective}", 1)
-        self.site = join_site(self.place, "out")
+        self.site, self.site_in = join_site(self.place, "out"), join_site(self.place, "in.x")
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
         """Return the inputs by rank; of a broadcast the root's alone. Raises RunFormatError for one
         that is not of the case's size and dtype. ``has_inputs``: are they all there?"""
-        sites = [(rank, join_site(self.place, "in.x")) for rank in self._givers]
-        parts = [part for part in (self.recorded.read(*at) for at in sites) if part is not None]
+        read = [self.recorded.read(rank, self.site_in) for rank in self._givers]
+        parts = [part for part in read if part is not None]
         size = self.case.elements(self.num_ranks)
         for part in parts:
             if tuple(part.shape) != (size,) or part.dtype != getattr(torch, self.case.dtype):
@@ -158,8 +154,7 @@ class RecordedCase:
     @property
     def has_inputs(self) -> bool:
         """Are all inputs there? Of a run that was stopped some may be missing."""
-        site = join_site(self.place, "in.x")
-        return all((rank, site) in self.recorded.records for rank in self._givers)
+        return all((rank, self.site_in) in self.recorded.records for rank in self._givers)
 
     @cached_property
     def results(self) -> dict[int, torch.Tensor]:
@@ -177,8 +172,8 @@ class RecordedCase:
     @property
     def input_digests(self) -> list[str | None]:
         """Return the digests of what each rank put in."""
-        site = join_site(self.place, "in.x")
-        records = (self.recorded.records.get((rank, site)) for rank in range(self.num_ranks))
+        ranks = range(self.num_ranks)
+        records = (self.recorded.records.get((rank, self.site_in)) for rank in ranks)
         return [None if record is None else record.xxh3 for record in records]
 
     @property

@@ -444,7 +444,18 @@ class Runtime:
                 providers=[(self.provider, dict(self.provider_options))],
             )
         except Exception as error:  # ONNX Runtime's own kinds
-            raise _refused(self.provider, error) from error
+            text = first_line(error, most=300)
+            if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text:
+                raise ModelError(
+                    f"{self.provider} has no kernel for what the graph needs: {text}",
+                    hint="export the model in a dtype that it has (float32, mostly float16), or "
+                    "choose another --engine-option provider=NAME",
+                ) from error
+            raise ModelError(
+                f"ONNX Runtime cannot load the graph: {text}",
+                hint="was it exported for a newer ONNX Runtime, or for operators of another "
+                "library?",
+            ) from error
         if self.provider not in session.get_providers():
             raise ModelError(
                 f"ONNX Runtime could not start {self.provider} and went back to "
@@ -534,20 +545,6 @@ def _taken(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":
         return from_dlpack(value._ortvalue.to_dlpack())
     return torch.from_numpy(value.numpy())
-
-
-def _refused(provider: str, error: Exception) -> ModelError:
-    text = first_line(error, most=300)
-    if "NOT_IMPLEMENTED" in text or "Could not find an implementation" in text:
-        return ModelError(
-            f"{provider} has no kernel for what the graph needs: {text}",
-            hint="export the model in a dtype that it has (float32, mostly float16), or choose "
-            "another --engine-option provider=NAME",
-        )
-    return ModelError(
-        f"ONNX Runtime cannot load the graph: {text}",
-        hint="was it exported for a newer ONNX Runtime, or for operators of another library?",
-    )
 
 
 # An ONNX file as a model: modules, parameters, and the config and tokenizer beside it.

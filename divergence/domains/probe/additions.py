@@ -315,21 +315,17 @@ class InputBits:
 
 def input_bits(operator: Summing) -> InputBits | None:
     """Find the bits kept of float32 factors; None where not even 1 · 1 comes out."""
-    leaves = _kept(operator, "leaves")
-    partner = _kept(operator, "partner")
-    if leaves is None or partner is None:
-        return None
-    above = 1 + 0.75 * 2.0**-leaves
-    return InputBits(leaves=leaves, partner=partner, cut=_one(operator, [above], "leaves")[0] == 1)
-
-
-def _kept(operator: Summing, side: str) -> int | None:
     bits = format_of(operator.dtype).mantissa_bits
     given = [1.0, *(1 + 2.0**-k for k in range(1, bits + 1))]
-    got = _one(operator, given, side)
-    if got[0] != 1:
-        return None
-    return max((k for k in range(bits + 1) if got[k] == given[k]), default=0)
+    kept = []
+    for side in ("leaves", "partner"):
+        got = _one(operator, given, side)
+        if got[0] != 1:
+            return None
+        kept.append(max(k for k in range(bits + 1) if got[k] == given[k]))
+    leaves, partner = kept
+    above = 1 + 0.75 * 2.0**-leaves
+    return InputBits(leaves=leaves, partner=partner, cut=_one(operator, [above], "leaves")[0] == 1)
 
 
 def _one(operator: Summing, values: list[float], side: str) -> list[float]:
@@ -894,16 +890,14 @@ class _Describer:
         return self._uneven(at, depth)
 
     def _pairwise(self, at: int) -> tuple[str, list[int]] | None:
-        """Count the levels of pairs of equal shapes, 2 at least: ``pairwise 2^d``."""
+        """Count the levels of pairs of equal shapes: ``pairwise 2^d``."""
         row, levels = [at], 0
         while all(part >= self.leaves for part in row):
             below = [child for part in row for child in self.kids(part)]
             if len(below) != 2 * len(row) or len({self.shape[part] for part in below}) > 1:
                 break
             row, levels = below, levels + 1
-        if levels == 0 or (levels == 1 and self._chain_length(at) > 2):
-            return None
-        return f"pairwise {len(row)}", row
+        return (f"pairwise {len(row)}", row) if levels else None
 
     def _chain(self, at: int) -> tuple[int, list[int]]:
         """(start, parts): ((start + part) + part) + …, parts of one shape, top-down reversed."""
@@ -919,10 +913,6 @@ class _Describer:
             parts += reversed(items)
             at = spine
         return at, parts[::-1]
-
-    def _chain_length(self, at: int) -> int:
-        start, parts = self._chain(at)
-        return len(parts) + (bool(parts) and self.shape[start] == self.shape[parts[0]])
 
     def _sequential(self, at: int) -> tuple[str, list[int]] | None:
         """A chain all of whose parts have one shape; fused steps are named."""

@@ -168,42 +168,32 @@ def _torchao_numbers(weight: Any, codes: Any) -> _Numbers:
 
 def _config_numbers(config: Mapping[str, Any]) -> _Numbers:
     """Return what a configuration says where no module does; neither where it is not understood."""
-    method = config.get("quant_method")
+    method, numbers = config.get("quant_method"), QuantizedNumbers
     if method == "compressed-tensors":
         groups = list((config.get("config_groups") or {}).values())
-        if len(groups) != 1:
-            return None, None
-        return _numbers(groups[0].get("weights")), _numbers(groups[0].get("input_activations"))
+        if len(groups) == 1:
+            return _numbers(groups[0].get("weights")), _numbers(groups[0].get("input_activations"))
     if method in ("gptq", "awq"):
-        size = int(config.get("group_size") or -1)
+        size, bits = int(config.get("group_size") or -1), int(config.get("bits", 4))
         symmetric = bool(config.get("sym", not config.get("zero_point", False)))
-        weights = QuantizedNumbers(
-            kind="int",
-            bits=int(config.get("bits", 4)),
-            symmetric=symmetric,
-            per="group" if size > 0 else "channel",
-            group_size=size if size > 0 else None,
-        )
+        if size > 0:
+            weights = numbers(
+                kind="int", bits=bits, per="group", group_size=size, symmetric=symmetric
+            )
+        else:
+            weights = numbers(kind="int", bits=bits, per="channel", symmetric=symmetric)
         return weights, None
     if method == "fp8":
-        blocks = config.get("weight_block_size")
         dynamic = config.get("activation_scheme", "dynamic") == "dynamic"
-        weights = QuantizedNumbers(kind="float", bits=8, per="block" if blocks else "tensor")
-        activations = QuantizedNumbers(
-            kind="float",
-            bits=8,
-            per="group" if blocks else "tensor",
-            group_size=blocks[-1] if blocks else None,
-            dynamic=dynamic,
-        )
-        return weights, activations
+        if blocks := config.get("weight_block_size"):
+            activations = numbers(
+                kind="float", bits=8, per="group", group_size=blocks[-1], dynamic=dynamic
+            )
+            return numbers(kind="float", bits=8, per="block"), activations
+        weights = numbers(kind="float", bits=8, per="tensor")
+        return weights, numbers(kind="float", bits=8, per="tensor", dynamic=dynamic)
     if method == "bitsandbytes":
-        bits = 4 if config.get("load_in_4bit") or config.get("_load_in_4bit") else 8
-        weights = QuantizedNumbers(
-            kind="int" if bits == 8 else "float",
-            bits=bits,
-            per="channel" if bits == 8 else "group",
-            group_size=None if bits == 8 else 64,
-        )
-        return weights, None
+        if config.get("load_in_4bit") or config.get("_load_in_4bit"):
+            return numbers(kind="float", bits=4, per="group", group_size=64), None
+        return numbers(kind="int", bits=8, per="channel"), None
     return None, None

@@ -78,25 +78,16 @@ class QuantizeEngine:
     Options: ClassVar[type[EngineOptions]] = QuantizeOptions
 
     def load(self, loading: Loading, options: QuantizeOptions) -> QuantizeSession:
-        scheme = scheme_of(options)
+        given = msgspec.structs.asdict(options)
+        how = {name: value for name, value in given.items() if name not in ("scheme", "keep")}
+        scheme = scheme_named(options.scheme, **how)
         if loading.ranks is not None or loading.device_map is not None:
             raise UsageError(
                 "--engine quantize runs on one device", hint="leave out --mesh and --device-map"
             )
         loaded = load_model(loading)
         use_plain_experts(loaded.module)
-        return QuantizeSession(loaded, msgspec.structs.asdict(options), scheme=scheme)
-
-
-def scheme_of(options: QuantizeOptions) -> Scheme:
-    """Raises UsageError for a scheme that there is none of."""
-    return scheme_named(
-        options.scheme,
-        smooth=options.smooth,
-        asymmetric=options.asymmetric,
-        weights_per=options.weights_per,
-        activations_per=options.activations_per,
-    )
+        return QuantizeSession(loaded, given, scheme=scheme)
 
 
 def keep_of(text: str) -> list[str]:
@@ -144,7 +135,7 @@ class QuantizeSession(TorchSession):
     def calibrate(self, samples: Sequence[SampleTokens], like: EngineNote | None = None) -> None:
         """Find the scales that must be known before, where there are any: those of the run that is
         repeated, if it is of the same scheme, else from running on the prompts."""
-        if not self.scheme.needs_calibration:
+        if not self.scheme.static and self.scheme.smooth is None:
             return
         recorded = None if like is None else like.calibration
         own = self.options.items()

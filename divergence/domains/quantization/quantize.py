@@ -30,7 +30,6 @@ from divergence.domains.quantization.engine import (
     QuantizeSession,
     keep_of,
     quantised_cache,
-    scheme_of,
 )
 from divergence.domains.quantization.model import CalibrationWatch as Watch
 from divergence.domains.quantization.model import (
@@ -126,11 +125,6 @@ class QuantizationTrials:
         finally:
             session.scheme, session.calibration, self._weights = kept
 
-    def run_plain(self) -> None:
-        """The forwards as the model is now; what they give is dropped."""
-        for seen in self.seen:
-            self._logits(seen)
-
     def weight(self, target: QuantizationTarget) -> list[QuantizedWeight]:
         """The target's matrices under the scheme, made once."""
         if target.name not in self._weights:
@@ -150,7 +144,7 @@ class QuantizationTrials:
                         f"the floating-point model gives logits that are nan (prompt {number})",
                         hint="divergence capture and inspect show where they begin",
                     )
-            rows = [self._row_costs(o, self._logits(o, cached=cached)) for o in self.seen]
+            rows = [self._row_costs(o, self.logits(o, cached=cached)) for o in self.seen]
         if cached and not filled:
             raise UsageError(
                 f"{self.session.scheme.name}: this model keeps no keys and values",
@@ -175,7 +169,7 @@ class QuantizationTrials:
                         lambda _, __, out, outputs=outputs: outputs.append(out)
                     )
                     stack.callback(hook.remove)
-                logits = self._logits(seen)
+                logits = self.logits(seen)
             rows.append(self._row_costs(seen, logits))
             outs += [] if number is None else [(outputs[0], seen.outputs[number])]
         return cost_of(rows), None if number is None else _apart(outs)
@@ -204,7 +198,7 @@ class QuantizationTrials:
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(block.register_forward_hook(after))
         try:
-            seen.logits = self._logits(seen)
+            seen.logits = self.logits(seen)
         finally:
             for handle in handles:
                 handle.remove()
@@ -212,7 +206,7 @@ class QuantizationTrials:
             raise UsageError("a forward of this model does not pass each block once")
         return seen
 
-    def _logits(self, seen: _Seen, *, cached: bool = False) -> torch.Tensor:
+    def logits(self, seen: _Seen, *, cached: bool = False) -> torch.Tensor:
         """(T, V)."""
         device = self.session.loaded.device
         ids = torch.tensor([seen.ids], device=device)
@@ -286,7 +280,8 @@ def each_alone(trials: QuantizationTrials, progress: Progress | None = None) -> 
     tell = progress or silent
     targets = targets_of(trials.model)
     with watching(trials.model, targets, kind=_Numbers) as watches:
-        trials.run_plain()
+        for seen in trials.seen:
+            trials.logits(seen)
     outliers = {}  # by target; of those that anything entered
     for name, watch in watches.items():
         assert isinstance(watch, _Numbers)
@@ -515,29 +510,26 @@ def forms(names: Sequence[str], scheme: Scheme) -> dict[str, str]:
     """
     ignore = json.dumps({"ignore": list(names)}, indent=2) + "\n"
     off = "".join(f"  - quantizer_name: '*{name}.*'\n    enable: false\n" for name in names)
-    act = weight = ""
-    if scheme.activations is not None:
-        scope = "per_tensor" if scheme.static else f"per_{scheme.activations.per}"
-        act = _slim_lines("act", scope, scheme.activations)
-    if scheme.weights is not None:
-        weight = _slim_lines("weight", f"per_{scheme.weights.per}", scheme.weights)
-    exclude = "".join(f'        - "{name}"\n' for name in names)
-    slim = _SLIM.format(exclude=exclude, act=act, weight=weight)
+    slim = (
+        'apiversion: modelslim_v1\nspec:\n  process:\n    - type: "linear_quant"\n      qconfig:\n'
+    )
+    for what, quantizer in (("act", scheme.activations), ("weight", scheme.weights)):
+        if quantizer is not None:
+            slim += f"""        {what}:
+          scope: "per_{quantizer.per}"
+          dtype: "{"fp8_e4m3" if quantizer.is_float else quantizer.format}"
+          symmetric: {quantizer.symmetric}
+          method: "minmax"
+"""
+            if quantizer.per == "group":
+                slim += f"          ext:\n            group_size: {quantizer.group}\n"
+    slim += '      include: ["*"]\n      exclude:\n'
+    slim += "".join(f'        - "{name}"\n' for name in names)
     return {
         "compressed-tensors.json": ignore,
         "modelopt.yaml": f"quant_cfg:\n{off}",
         "msmodelslim.yaml": slim,
     }
-
-
-_SLIM = """apiversion: modelslim_v1
-spec:
-  process:
-    - type: "linear_quant"
-      qconfig:
-{act}{weight}      include: ["*"]
-      exclude:
-{exclude}"""
 
 
 def write_forms(result: Quantization, folder: Path) -> list[str]:
@@ -546,20 +538,6 @@ def write_forms(result: Quantization, folder: Path) -> list[str]:
     for name, text in written.items():
         write_output(text, folder / name, what="policy", error=RunWriteError, make_folder=True)
     return list(written)
-
-
-def _slim_lines(what: str, scope: str, quantizer: Quantizer) -> str:
-    dtype = "fp8_e4m3" if quantizer.is_float else quantizer.format
-    inner = {
-        "scope": f'"{scope}"',
-        "dtype": f'"{dtype}"',
-        "symmetric": quantizer.symmetric,
-        "method": '"minmax"',
-    }
-    lines = [f"          {key}: {value}\n" for key, value in inner.items()]
-    if quantizer.per == "group":
-        lines.append(f"          ext:\n            group_size: {quantizer.group}\n")
-    return f"        {what}:\n{''.join(lines)}"
 
 
 _FEW_TOKENS = 512
@@ -601,15 +579,17 @@ def quantize(
     finite; ModelError for a model that cannot run; and what ``capture`` raises.
     """
     tell = progress or silent
-    options = QuantizeOptions(
-        scheme=scheme,
-        smooth=smooth,
-        asymmetric=asymmetric,
-        weights_per=weights_per,
-        activations_per=activations_per,
-        keep=_joined([pattern for entry in keep for pattern in keep_of(entry)]),
-    )
-    chosen = scheme_of(options)
+    asked: dict[str, Any] = {
+        "smooth": smooth,
+        "asymmetric": asymmetric,
+        "weights_per": weights_per,
+        "activations_per": activations_per,
+    }
+    chosen = scheme_named(scheme, **asked)
+    patterns = [pattern for entry in keep for pattern in keep_of(entry)]
+    options = QuantizeOptions(scheme=scheme, **asked, keep=_joined(patterns))
+    given = {name: value for name, value in asked.items() if value not in (None, "")}
+    given = {"scheme": scheme} | given
     if measure not in MEASURES:
         raise UsageError(f"--measure {measure!r}", hint=f"one of {', '.join(MEASURES)}")
     if target is not None and not target > 0:
@@ -618,21 +598,33 @@ def quantize(
         what = "--each" if target is None else "--target"
         raise UsageError(f"{what}: {chosen.name} quantises no matrix", hint="w8a8, w4a16, fp8, ...")
     _check_out(out, None, force=force)
-    with _base(run, out, prompts, prompts_file, device, trust_remote_code, force, tell) as base:
+    made = not isinstance(run, Run) and _is_model(run)
+    shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code}
+    with contextlib.ExitStack() as stack:
+        if made:
+            scratch = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="divergence-quantize-")
+            )
+            base = make_run(
+                str(run),
+                out=f"{scratch}/base" if out is None else f"{out}-base",
+                prompts=list(prompts),
+                prompts_file=prompts_file,
+                sites=("blocks",),
+                truth="no",
+                force=force,
+                progress=tell,
+                **shared,
+            )
+        else:
+            base = _float_run(run, has_prompts=bool(prompts) or prompts_file is not None)
         _check_out(out, base, force=force)
         if chosen.kv is not None and not base.manifest.settings.use_cache:
             raise UsageError(
                 f"{base.path} was made without a cache, which {chosen.name} would quantise",
                 hint="a run made without --no-cache",
             )
-        with session_of(
-            base,
-            options,
-            model=model,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            tell=tell,
-        ) as session:
+        with session_of(base, options, model=model, tell=tell, **shared) as session:
             targets = list(session.targets.values())
             if chosen.weights is not None and not targets:
                 raise UsageError(
@@ -677,29 +669,22 @@ def quantize(
             elif each or target is not None or out is None:
                 QuantizationTrials(session, base.manifest.tokens.samples)  # which says why not
             kept = [*session.kept, *([] if policy is None else policy.keep)]
-        names = [*keep_of(options.keep), *([] if policy is None else policy.keep)]
-        chosen_options: dict[str, Any] = {
-            name: value
-            for name in ("scheme", "smooth", "asymmetric", "weights_per", "activations_per")
-            if (value := getattr(options, name)) not in (None, "")
-        }
         if out is not None:
-            given = {**chosen_options, "keep": _joined(names)}
+            names = [*patterns, *([] if policy is None else policy.keep)]
             make_run(
                 model,
                 like=base,
                 engine="quantize",
-                engine_options=given,
-                device=device,
+                engine_options={**given, "keep": _joined(names)},
                 out=out,
-                trust_remote_code=trust_remote_code,
                 force=force,
                 command=command,
                 progress=tell,
+                **shared,
             )
-        made = not isinstance(run, Run) and out is None and _is_model(run)
+        made = made and out is None
         named = str(run) if made else str(base.path)  # what is made here for the while is gone
-        again = {**chosen_options, "keep": keep_of(options.keep)}  # as options of a command
+        again = {**given, "keep": keep_of(options.keep)}  # as options of a command
         if smooth is not None:
             again["smooth"] = f"{smooth:g}"
         if made:
@@ -733,42 +718,17 @@ def _check_out(out: str | Path | None, base: Run | None, *, force: bool) -> None
         check_output(expanded(str(out)), force=force, like=base)
 
 
-@contextlib.contextmanager
-def _base(
-    run: str | Path | Run,
-    out: str | Path | None,
-    prompts: Sequence[str],
-    prompts_file: str | Path | None,
-    device: str,
-    trust_remote_code: bool,
-    force: bool,
-    tell: Progress,
-) -> Iterator[Run]:
-    """The floating-point run; made here where a model was given."""
-    if not isinstance(run, Run) and _is_model(run):
-        with tempfile.TemporaryDirectory(prefix="divergence-quantize-") as scratch:
-            yield make_run(
-                run,
-                out=f"{scratch}/base" if out is None else f"{out}-base",
-                prompts=list(prompts),
-                prompts_file=prompts_file,
-                device=device,
-                sites=("blocks",),
-                truth="no",
-                trust_remote_code=trust_remote_code,
-                force=force,
-                progress=tell,
-            )
-        return
+def _float_run(run: str | Path | Run, *, has_prompts: bool) -> Run:
+    """Open the run, and see that it can be quantised."""
     base = unsharded(Run.open(run))
-    if prompts or prompts_file is not None:
+    if has_prompts:
         raise UsageError(
             f"{base.path} is a run and has its own prompts", hint="leave out --prompt and --prompts"
         )
     engine = base.manifest.engine
     if base.manifest.model.quantization is not None or (engine and engine.name == "quantize"):
         raise UsageError(f"{base.path} is a quantised run itself", hint="give the float run")
-    yield base
+    return base
 
 
 def _is_model(path: str | Path) -> bool:

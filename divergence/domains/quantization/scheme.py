@@ -43,22 +43,17 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     smooth: float | None = None
     """Strength α of SmoothQuant's migration; None: none."""
 
-    @property
-    def needs_calibration(self) -> bool:
-        """Must the model run in floating point first?"""
-        return self.static or self.smooth is not None
-
     def __str__(self) -> str:
         when = "static" if self.static else "dynamic"
-        parts = [
-            sentence(fact(f"quantization.{what}", format=_words(how), per=_per(how), when=when))
-            for what, how in (
-                ("weights", self.weights),
-                ("activations", self.activations),
-                ("cache", self.kv),
-            )
-            if how is not None
-        ]
+        parts = []
+        every = {"weights": self.weights, "activations": self.activations, "cache": self.kv}
+        for what, how in every.items():
+            if how is not None:
+                kind = "" if how.symmetric else "asymmetric "
+                name = kind + ("e4m3" if how.is_float else how.format)
+                per = f"group of {how.group}" if how.per == "group" else how.per
+                words = {"format": name, "per": per, "when": when}
+                parts.append(sentence(fact(f"quantization.{what}", **words)))
         if self.smooth is not None:
             parts.append(sentence(fact("quantization.migrated", alpha=self.smooth)))
         return ", ".join(parts)
@@ -107,11 +102,9 @@ def scheme_named(
     scheme = _named(names[0])
     for name in names[1:]:
         scheme = _joined(scheme, _named(name))
-    weights, activations = scheme.weights, scheme.activations
-    weights = _changed(weights, "weights", weights_per, asymmetric in ("weights", "both"))
-    activations = _changed(
-        activations, "activations", activations_per, asymmetric in ("activations", "both")
-    )
+    zeros = ("weights", "activations") if asymmetric == "both" else (asymmetric,)
+    weights = _changed(scheme.weights, "weights", weights_per, zeros)
+    activations = _changed(scheme.activations, "activations", activations_per, zeros)
     if asymmetric not in ("", "weights", "activations", "both"):
         raise UsageError(
             f"asymmetric {asymmetric!r}: what gets a zero point?", hint="weights, activations, both"
@@ -161,9 +154,12 @@ def _joined(first: Scheme, second: Scheme) -> Scheme:
     )
 
 
-def _changed(quantizer: Quantizer | None, what: str, per: str, zero: bool) -> Quantizer | None:
+def _changed(
+    quantizer: Quantizer | None, what: str, per: str, zeros: tuple[str, ...]
+) -> Quantizer | None:
+    """``zeros``: what gets a zero point."""
     if quantizer is None:
-        if per or zero:
+        if per or what in zeros:
             raise UsageError(f"the scheme leaves the {what} in floating point")
         return None
     changes: dict[str, object] = {}
@@ -177,17 +173,8 @@ def _changed(quantizer: Quantizer | None, what: str, per: str, zero: bool) -> Qu
         if word == "group" and not int(size):
             raise UsageError(f"{what} per {per!r}: a group has at least one number")
         changes |= {"per": word, "group": int(size) if size else None}
-    if zero:
+    if what in zeros:
         if quantizer.is_float:
             raise UsageError(f"8-bit floats have no zero point ({what})")
         changes["symmetric"] = False
     return msgspec.structs.replace(quantizer, **changes)
-
-
-def _words(quantizer: Quantizer) -> str:
-    name = "e4m3" if quantizer.format == _E4M3 else quantizer.format
-    return name if quantizer.symmetric else f"asymmetric {name}"
-
-
-def _per(quantizer: Quantizer) -> str:
-    return f"group of {quantizer.group}" if quantizer.per == "group" else quantizer.per

@@ -20,29 +20,40 @@ and in a truth, beside results in float64, what they are judged by:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from divergence.domains.suite.catalog import DEFAULT, case_path, cases_in, choose, find
 from divergence.domains.suite.definition import (
+    PREFIX,
     Arguments,
     Operator,
+    OperatorCase,
     Unavailable,
     output_port,
     outputs_of,
     truth_of,
     widened,
 )
+from divergence.domains.suite.operators import OPERATORS
 from divergence.errors import RunFormatError, UsageError, first_line
 from divergence.numerics.formats import format_of
 from divergence.ops.allowed import Refusal, Unsafe
 from divergence.ops.bounds import Checking
 from divergence.ops.replay import check_names, decoded, laid_out, operand_value
-from divergence.recording.cases import CaseRequest, CaseWriter
+from divergence.recording.cases import (
+    CaseRequest,
+    CaseWriter,
+    Implementations,
+    function_named,
+    label_of,
+    pairs_of,
+)
 from divergence.recording.machine import resolve_device
 from divergence.recording.new_run import PlannedSite
 from divergence.recording.request import taken_from
@@ -56,7 +67,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Record
-from divergence.run.site import join_site, module_of, operator_path
+from divergence.run.site import did_you_mean, join_site, module_of, operator_path
 
 _REFUSED = (
     RuntimeError,
@@ -89,7 +100,7 @@ def capture(name: str, request: CaseRequest) -> Run:
     if like is not None:
         taken = [f"{len(works)} recorded cases", f"seed {request.seed}"]
         progress("taken", 0, None, taken_from(like.path, taken))
-    names = {work.path: chosen[work.operator.full_name].name for work in works}
+    names = {work.path: chosen[work.operator.full_name][0] for work in works}
     plan = _plan(request, names, request.patterns)
     plan.skipped_operators = skipped
     with request.recording(
@@ -98,14 +109,14 @@ def capture(name: str, request: CaseRequest) -> Run:
         manifest = cases.manifest
         if like is not None:
             manifest.model.config_digest = like.manifest.model.config_digest
-            used = sorted({choice.name for choice in chosen.values() if choice.name != DEFAULT})
+            used = sorted({name for name, _ in chosen.values()} - {DEFAULT})
             if used:
                 override = Override(name="impl", reference=DEFAULT, used=", ".join(used))
                 manifest.overrides = [override]
         digests: list[tuple[str, str]] = []  # of the inputs
         for number, work in enumerate(works):
             progress("suite", number, len(works), work.path)
-            digests += _record(cases, work, chosen[work.operator.full_name].call, device)
+            digests += _record(cases, work, chosen[work.operator.full_name][1], device)
         cases.done(progress, num_written=cases.order, what="operator")
         manifest.model.digest = digest_many(digests)
     return Run.open(request.out)
@@ -293,3 +304,111 @@ def _plan(request: CaseRequest, names: dict[str, str], sites: list[str]) -> Plan
         else next(record.pass_ for record in like.records if record.call is not None),
         modules={path: ModuleNote(kind=kind, role="inner") for path, kind in names.items()},
     )
+
+
+# Which operators there are, the suites made of them, and which implementation of each runs.
+#
+#     --impl flash_attn                     where an operator has one of that name, that one
+#     --impl rms_norm=llama                 this operator's
+#     --impl rms_norm=my_kernels:rms_norm   a function of the user's, imported by name
+#     --impl inductor                       every operator through torch.compile
+#
+# A user's function takes the operator's arguments by name and returns its results.
+
+
+def find(name: str) -> Operator:
+    """The operator called ``name`` (``suite.rms_norm``). Raises UsageError with near names."""
+    operator = OPERATORS.get(name)
+    if operator is None:
+        raise UsageError(
+            f"no operator of a suite is called {name!r}",
+            hint=did_you_mean(name, OPERATORS) or f"one of {', '.join(OPERATORS)}",
+        )
+    return operator
+
+
+def cases_in(suite: str) -> Iterator[tuple[Operator, OperatorCase]]:
+    """Every case of a suite, in order."""
+    for operator in OPERATORS.values():
+        for case in operator.cases():
+            if suite == "llm" or case.quick:
+                yield operator, case
+
+
+def case_path(operator: Operator, case: OperatorCase) -> str:
+    """Return a case's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
+    return f"{operator.full_name.removeprefix(PREFIX)}.{case.name}"
+
+
+DEFAULT = "torch"
+COMPILED = "inductor"
+PACKAGES = {
+    "torch_npu": "torch_npu",
+    "vllm": "vllm._custom_ops",
+    "triton": "liger_kernel",
+    "flash_attn": "flash_attn",
+}
+"""What the implementations of a name need beside torch."""
+
+
+Chosen = dict[str, tuple[str, Callable[..., Any]]]
+"""By an operator's full name, what runs: its name as it is recorded, and itself."""
+
+
+def choose(wishes: Implementations) -> Chosen:
+    """What runs for every operator. ``wishes``: ``--impl`` values, or functions by operator name.
+    Raises UsageError, which names what there is."""
+    chosen: Chosen = {name: (DEFAULT, operator.run) for name, operator in OPERATORS.items()}
+    for where, what in pairs_of(wishes):
+        if not where:  # wherever there is one of that name
+            having = [operator for operator in OPERATORS.values() if what in _ways(operator)]
+            if not having:
+                hint = _known()
+                raise UsageError(f"no operator has an implementation called {what!r}", hint=hint)
+            chosen |= {} if what == DEFAULT else _loaded(what, having)
+            continue
+        operator = find(where if where.startswith(PREFIX) else PREFIX + where)
+        if not isinstance(what, str):
+            chosen[operator.full_name] = label_of(what), what
+        elif ":" in what:
+            chosen[operator.full_name] = what, function_named(what, operator.name)
+        elif what in _ways(operator):
+            chosen |= _loaded(what, [operator])
+        else:
+            raise UsageError(
+                f"{operator.name} has no implementation called {what!r}",
+                hint=f"it has {', '.join(_ways(operator))}; or your own: "
+                f"{operator.name}=MODULE:FUNCTION",
+            )
+    return chosen
+
+
+def _ways(operator: Operator) -> list[str]:
+    """Return what can run it, by name."""
+    return [DEFAULT, COMPILED, *operator.implementations]
+
+
+def _loaded(name: str, operators: Sequence[Operator]) -> Chosen:
+    """The implementation of that name. Raises UsageError where its package is not here."""
+    try:
+        importlib.import_module(PACKAGES.get(name, DEFAULT))
+    except (ImportError, OSError) as error:
+        raise UsageError(f"{name} is not here: {error}", hint=_known()) from error
+    loaded: Chosen = {}
+    for operator in operators:
+        call = {DEFAULT: operator.run, **operator.implementations}.get(name)
+        if call is None:
+            call = partial(torch.compile(operator.run, dynamic=False))
+        loaded[operator.full_name] = name, call
+    return loaded
+
+
+def _known() -> str:
+    """Return what could be asked for here."""
+    rows = [DEFAULT, COMPILED]
+    for name in sorted({name for item in OPERATORS.values() for name in item.implementations}):
+        with contextlib.suppress(ImportError, OSError):
+            importlib.import_module(PACKAGES.get(name, DEFAULT))
+            having = [item.name for item in OPERATORS.values() if name in item.implementations]
+            rows.append(f"{name} ({', '.join(having)})")
+    return "here are: " + "; ".join(rows)

@@ -241,7 +241,7 @@ def find_in_suites(
     result: SuiteResult, a: Run, b: Run, coverage: Coverage, truth: Run | None
 ) -> Finding:
     wrong = [item for item in result.operators if item.status == "wrong"]
-    names = [_name(item) for item in wrong]
+    names = [item.operator.removeprefix("suite.") for item in wrong]
     num_differ, total = sum(c.status != "identical" for c in result.cases), len(result.cases)
     whole = a.manifest.complete and b.manifest.complete and not coverage.unmatched
 
@@ -322,10 +322,6 @@ def find_in_suites(
     return finding("within_floor", within)
 
 
-def _name(item: SuiteOperator) -> str:
-    return item.operator.removeprefix("suite.")
-
-
 def _operator(item: SuiteOperator) -> Fact:
     worst = item.worst
     values: dict[str, Any] = {"rel_l2": worst.rel_l2}
@@ -338,7 +334,7 @@ def _operator(item: SuiteOperator) -> Fact:
     return fact(
         "suite.operator",
         **values,
-        operator=_name(item),
+        operator=item.operator.removeprefix("suite."),
         side=item.side or "both",
         reason=worst.reason,
         case=module_of(worst.site),
@@ -353,7 +349,6 @@ def _operator(item: SuiteOperator) -> Fact:
 # Each output is held to the truth by itself, so a side that is wrong is named without trusting the
 # other. Without a truth it is said how far apart the sides are, and no more.
 
-_TRUTH_PORTS = (".floor", ".gain", ".scores")
 _RANK: dict[SuiteStatus, int] = {
     "wrong": 0,
     "differs": 1,
@@ -514,9 +509,14 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         ulp_p99=p99,
         ulp_max=largest,
     )
-    truths = None if truth is None else _truths(truth, record.site)
-    if truths is None or truths.value.shape != reference.shape:
+    if truth is None:
         return case
+    ports = ("", ".floor", ".gain", ".scores")
+    records = [truth.find(("replayed", 0, 0, record.site + port)) for port in ports]
+    value, *rest = (None if item is None else truth.read(item) for item in records)
+    if value is None or value.shape != reference.shape:
+        return case
+    truths = Truths(value, *rest)
     subnormal = "subnormals" in module_of(record.site).split(".")
     sides = [score_of_side(x, truths, subnormal=subnormal) for x in (reference, candidate)]
     count = reference.numel()
@@ -540,12 +540,6 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
         reference=sides[0],
         candidate=sides[1],
     )
-
-
-def _truths(truth: Run, site: str) -> Truths | None:
-    records = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
-    value, *rest = (None if record is None else truth.read(record) for record in records)
-    return None if value is None else Truths(value, *rest)
 
 
 def _status(

@@ -110,7 +110,7 @@ class OperatorCase:
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One operator. ``name``: without the prefix. ``implementations``: by name, beside ``run``,
-    which is ``torch``; each imports what it needs (``catalog.PACKAGES``) when it is called.
+    which is ``torch``; each imports what it needs (``capturing.PACKAGES``) when it is called.
     ``scores``: of an output of indices, see above."""
 
     name: str
@@ -180,10 +180,9 @@ class TensorSource:
         *,
         scale: float = 1.0,
         mean: float = 0.0,
-        dtype: str | None = None,
     ) -> Tensor:
         """A contiguous tensor of normal values: weights, tables, the other operand."""
-        return to_tensor(normal(name, shape) * scale + mean, dtype or self.dtype)
+        return to_tensor(normal(name, shape) * scale + mean, self.dtype)
 
     def paired(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0) -> Tensor:
         """Normal values; equal in pairs along the last axis where the other operand cancels."""
@@ -193,9 +192,6 @@ class TensorSource:
             pairs = shape[-1] // 2 * 2
             x[..., 1:pairs:2] = x[..., 0:pairs:2]
         return to_tensor(x * scale, self.dtype)
-
-    def indices(self, name: str, shape: tuple[int, ...], high: int) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(integers(name, shape, 0, high)))
 
 
 def cases_of(

@@ -260,48 +260,33 @@ NORMS = (
 # come out of exact arithmetic alike on every machine.
 
 
-def _rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Do as transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
-    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
-        return x * cos + torch.cat([-second, first], -1) * sin
-
-    return turn(query), turn(key)
+    first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
+    turned = torch.cat([-second, first], -1)
+    return x * torch.cat([cos, cos], -1) + turned * torch.cat([sin, sin], -1)
 
 
-def _rope_interleaved(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    def turn(x: Tensor) -> Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-
-    return turn(query), turn(key)
+def _rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
 
-def _truth_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _truth_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) → (a cos θ - b sin θ, b cos θ + a sin θ) for a = x_i, b = x_(i + D/2)."""
-
-    def turn(x: Tensor) -> Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)], -1)
-
-    return turn(query), turn(key)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)], -1)
 
 
-def _truth_rope_interleaved(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def _truth_rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The same for a = x_(2i), b = x_(2i + 1)."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    pair = [stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)]
+    return torch.stack(pair, -1).flatten(-2)
 
-    def turn(x: Tensor) -> Tensor:
-        a, b = x[..., 0::2], x[..., 1::2]
-        pair = [stored(a * cos) - stored(b * sin), stored(b * cos) + stored(a * sin)]
-        return torch.stack(pair, -1).flatten(-2)
 
-    return turn(query), turn(key)
+def _both(turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda query, key, cos, sin: (turn(query, cos, sin), turn(key, cos, sin))
 
 
 def _rotary_inputs(source: TensorSource, shape: Shape) -> Arguments:
@@ -334,15 +319,15 @@ _rotary_cases = cases_of(_rotary_inputs, _ROTARY_SHAPES, _ROTARY_PLAN)
 ROTARY = (
     Operator(
         "rope",
-        _rope,
-        _truth_rope,
+        _both(_rope),
+        _both(_truth_rope),
         _rotary_cases,
         implementations={"torch_npu": partial(_npu_rotary, "half")},
     ),
     Operator(
         "rope_interleaved",
-        _rope_interleaved,
-        _truth_rope_interleaved,
+        _both(_rope_interleaved),
+        _both(_truth_rope_interleaved),
         _rotary_cases,
         implementations={"torch_npu": partial(_npu_rotary, "interleave")},
     ),
@@ -582,7 +567,7 @@ def _gathered(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each sequence's query (N, H), and its keys and values (G, S, H)."""
     size = key_cache.shape[1]
-    for one, table, length in zip(query, block_tables, context_lens.tolist(), strict=True):
+    for row, table, length in zip(query, block_tables, context_lens.tolist(), strict=True):
         if not 0 < length <= table.numel() * size:
             raise ValueError(f"{length} tokens in {table.numel()} blocks")
         pages = table[: -(-length // size)].long()
@@ -590,7 +575,7 @@ def _gathered(
             cache[pages].flatten(0, 1)[:length].transpose(0, 1)
             for cache in (key_cache, value_cache)
         )
-        yield one, key, value
+        yield row, key, value
 
 
 def _run_paged(*, scale: float, **paged: Tensor) -> Tensor:
@@ -853,7 +838,7 @@ _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 def _rows(source: TensorSource, shape: Shape) -> Arguments:
     tokens, rows, width = shape
     return {
-        "ids": source.indices("ids", (tokens,), rows),
+        "ids": torch.from_numpy(integers("ids", (tokens,), 0, rows)),
         "weight": source.main("x", (rows, width)),
     }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from divergence.domains.suite.catalog import OPERATORS, cases_in, find
+from divergence.domains.suite.capturing import OPERATORS, cases_in, find
 from divergence.domains.suite.definition import outputs_of, widened
 from divergence.ops.bounds import Checking
 

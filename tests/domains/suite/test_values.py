@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.domains.suite.catalog import case_path, cases_in
+from divergence.domains.suite.capturing import case_path, cases_in
 from divergence.domains.suite.definition import (
     cancel,
     draw,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence import CaseOptions, capture
-from divergence.domains.suite.catalog import find
+from divergence.domains.suite.capturing import find
 
 PAGED_ATTENTION, W8A8 = find("suite.paged_attention"), find("suite.w8a8_linear")
 

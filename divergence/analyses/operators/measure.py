@@ -916,7 +916,10 @@ def rate_operators(
         len(errors.rows) for unit in measured.units for *_, errors in unit.forwards if errors
     )
     for unit in measured.units:
-        (sample, step), match, _ = unit.forwards[0]
+        # what is shown is the first forward, or that with the most nan and inf on one side alone
+        (sample, step), match, _ = max(
+            unit.forwards, key=lambda item: sum(item[2].num_nonfinite) if item[2] else 0
+        )
         reference, candidate = match.reference, match.candidate
         module = module_of(f"{reference.path}:out")
         note = notes.get(module)
@@ -983,8 +986,9 @@ def rate_operators(
                 def feeding(call: CallNode, alone: dict[str, CallNode] = alone) -> list[CallNode]:
                     return [alone[feed] for feed in call.feeds if feed in alone]
 
-                # calls without a partner that feed it, also through one another
-                lone = sorted(reached([getattr(unit.match, side)], feeding), key=lambda n: n.order)
+                # calls without a partner that feed it in any forward, also through one another
+                ends = [getattr(match, side) for _, match, _ in unit.forwards]
+                lone = sorted(reached(ends, feeding), key=lambda node: node.order)
                 fed_by = [call.path for call in lone]
                 result = replace(result, fed_by=fed_by, fed_by_side=side if fed_by else None)
         # arguments from elsewhere whose values differ by more than what feeds the operator does

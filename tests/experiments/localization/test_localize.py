@@ -319,3 +319,32 @@ def test_what_is_made_between_modules_has_no_block(runs, tmp_path, site):
     result = localize(runs / "a", b, out=tmp_path / "work", **options)
     assert f"{site} is made wrong outside blocks and modules" in result.stopped
     assert not list((tmp_path / "work").glob("*-operators"))
+
+
+@pytest.mark.slow
+def test_what_one_side_calls_in_one_prompt_alone_is_named(llama, tmp_path):
+    """A cast of long inputs alone, in which they overflow: the operator is shown as in the prompt
+    where it is wrong, and what only that side calls there is named."""
+
+    def cast(model):
+        linear = model.get_submodule(f"{BLOCK}.mlp.down_proj")
+        healthy = linear.forward
+        linear.forward = lambda x: healthy(
+            (1e9 * x).half().to(x.dtype) / 1e9 if x.shape[-2] > 4 else x
+        )
+
+    capture(
+        llama, out=tmp_path / "a", prompts=["one two", "one two three four five"], dtype="float32"
+    )
+    capture(like=tmp_path / "a", out=tmp_path / "b", prepare=cast)
+    make_truth(tmp_path / "a", out=tmp_path / "truth")
+    found = localize(
+        tmp_path / "a",
+        tmp_path / "b",
+        truth=tmp_path / "truth",
+        out=tmp_path / "found",
+        prepare_candidate=cast,
+    )
+    assert found.operator.site == f"{BLOCK}.mlp.down_proj/aten.mm"
+    assert found.operator.sample == 1 and found.side == "candidate"
+    assert f"{BLOCK}.mlp.down_proj/aten._to_copy" in found.operator.fed_by

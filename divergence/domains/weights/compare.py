@@ -320,10 +320,10 @@ def _left_over(
     for side, other in (("candidate", "reference"), ("reference", "candidate")):
         tensors = sides[side].tensors
         for name in alone[side]:
-            key = None if IN_BLOCK.match(name) else _copy_of(tensors, name)
+            source = None if IN_BLOCK.match(name) else _copy_of(tensors, name)
             packed = next((kind for end, kind in _PACKED if name.endswith(end)), None)
-            if key is not None:
-                how = fact("weights.tied", side=side, other=other, key=key)
+            if source is not None:
+                how = fact("weights.tied", side=side, other=other, key=source)
                 relations.append((name, Relation("tied", True, how)))
             elif packed is not None:
                 how = fact("weights.packed", side=side, kind=packed)

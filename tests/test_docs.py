@@ -268,7 +268,7 @@ def test_the_faults_of_the_tutorial_are_the_code():
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     section = text.split("## 5. ")[1].split("\n## ")[0]
     said = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.+?) \|", section, re.M)))
-    meant = [value.split()[0] for value in FAULTS.values()]
+    meant = [syntax.split()[0] for syntax, _ in FAULTS.values()]
     assert said == meant
 
 

@@ -35,7 +35,7 @@ def runs(llama, tmp_path_factory):
         )
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(plant._MAKERS, "token", lambda: smaller)
+        patched.setitem(plant.FAULTS, "token", ("token", lambda: smaller))
         b = capture(like=a, out=folder / "b", plants=["model.layers.1:out=token"], probe=False)
     return a, b, capture(like=a, out=folder / "c", probe=False)
 

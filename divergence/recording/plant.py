@@ -86,11 +86,11 @@ def parse_plant(text: str) -> Plant:
     does, at, place = fault.partition("@")
     only = _only(place, text) if at else {}
     name, *arguments = does.split(":")
-    if name not in _FAULTS:
+    if name not in FAULTS:
         first, *faults = _LIST_OF_FAULTS
-        near = did_you_mean(name, _FAULTS, count=1, then=first)
+        near = did_you_mean(name, FAULTS, count=1, then=first)
         raise PlantError(f"unknown fault {name!r}", where=f"--plant {text}", hint=(near, *faults))
-    syntax, maker = _FAULTS[name]
+    syntax, maker = FAULTS[name]
     try:
         change = maker(*arguments)
     except (TypeError, ValueError, UsageError) as error:
@@ -239,7 +239,7 @@ def _poke(value: float) -> Callable[..., Change]:
     return make
 
 
-_FAULTS: dict[str, tuple[str, Callable[..., Change]]] = {
+FAULTS: dict[str, tuple[str, Callable[..., Change]]] = {
     "scale": ("scale:FACTOR         multiply by FACTOR, for example scale:1.01", _scale),
     "bias": ("bias:SHARE           add SHARE × the tensor's rms to every element", _bias),
     "noise": ("noise:SHARE[:SEED]   add Gaussian noise of SHARE × the tensor's rms", _noise),
@@ -253,7 +253,7 @@ _FAULTS: dict[str, tuple[str, Callable[..., Change]]] = {
 """Every fault by name: its syntax, and what makes it of its arguments."""
 _LIST_OF_FAULTS = (
     "for example --plant model.layers.6:out=scale:1.05; faults:",
-    *(syntax for syntax, _ in _FAULTS.values()),
+    *(syntax for syntax, _ in FAULTS.values()),
 )
 
 

@@ -216,11 +216,6 @@ def test_demo_size_loads_and_keeps_talking(tiny_model):
     "options",
     [
         {"architecture": "lama"},
-        {"size": "huge"},
-        {"dtype": "int8"},
-        {"hidden": 20},
-        {"num_blocks": 0},
-        {"seed": -1},
         {"architecture": "t5", "tied": False},
         {"architecture": "remote-code", "tied": True},
     ],

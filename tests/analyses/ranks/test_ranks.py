@@ -313,6 +313,7 @@ def plain(results):
     return [msgspec.to_builtins(result) for result in results]
 
 
+@pytest.mark.slow
 def test_one_comparison_after_another(three, fleet):
     """In many messages, with the same results, however often ranks are asked."""
     for name in ("faulty", "same", "parts"):

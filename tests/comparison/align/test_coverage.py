@@ -122,6 +122,7 @@ def test_every_record_is_accounted_for(zoo, names):
             assert sum(r.num_reference for r in rows) == operators, (one, two, pass_)
 
 
+@pytest.mark.slow
 def test_every_record_of_the_candidate_is_accounted_for(zoo):
     """Its records are in pairs, listed as alone or skipped, or of a kind that is judged apart."""
     for a, b in itertools.permutations((zoo(n) for n in ("plain", "escalated", "operators")), 2):

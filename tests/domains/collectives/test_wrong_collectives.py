@@ -154,6 +154,7 @@ def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
     assert row.num_different > 0 and not row.promised
 
 
+@pytest.mark.slow
 def test_orders_and_times_alone_are_no_right_collective(made):
     """Where no result is checked nothing is said to be right."""
     sites = ("order.all_reduce.float32.odd", "bandwidth.all_reduce")

@@ -169,6 +169,7 @@ def test_numbers_at_another_place_are_named(sides, place, noise):
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "words"),
     [

@@ -82,6 +82,7 @@ def bare() -> Iterator[Callable[[list[Path], Path], str]]:
 X = (torch.arange(24.0).reshape(4, 6) - 11) / 7
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_bare_environment(record, tmp_path, bare):
     """Bit for bit what was recorded, with a transposed weight too, and how far it is off."""
     weight = torch.linspace(-1, 1, 30).reshape(5, 6)
@@ -302,6 +303,7 @@ def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
     assert list((tmp_path / "bug").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_nothing_in_a_run_becomes_code(tmp_path, bare):
     """Names, sites, labels and scalars of a stranger's run are literals in the script."""
     evil = '"""+__import__("os").system("x")+"""\\'

@@ -174,6 +174,7 @@ def test_junit_follows_its_schema(failing, hostile, reports, checked, ci):
     assert r"\x00\x1b[31m\ud800\ufffe\u202e\x0d\x0a::error::" in written
 
 
+@pytest.mark.slow
 def test_a_parser_of_ci_servers_reads_the_file(failing, hostile, ci):
     """junitparser sees the same cases and texts."""
     junitparser = pytest.importorskip("junitparser")

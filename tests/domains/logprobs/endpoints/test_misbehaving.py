@@ -180,6 +180,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_server_that_never_comes_to_its_answer_is_given_up(name):
     """A byte now and then begins every time-out of the standard library anew; the deadline is of

@@ -148,7 +148,11 @@ def compare(
     if a.manifest.arithmetic or b.manifest.arithmetic:
         from divergence.comparison.arithmetic import explain_arithmetic
 
-        lines += explain_arithmetic(a.manifest, b.manifest).lines
+        arithmetic = explain_arithmetic(a.manifest, b.manifest)
+        # another precision explains more than what else is of the machine
+        checks = [line.check for line in lines]
+        place = checks.index("device") if arithmetic.precise else len(lines)
+        lines[place:place] = arithmetic.lines
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _named_alike(_incomparable(a, b, lines, blocking), name_map)

@@ -462,6 +462,7 @@ SENTENCES: Mapping[str, str] = {
         "a kernel, a formula or a precision setting, not one layer; errors are as large as where "
         "products' float32 inputs keep {bits:10=10 bits (TF32)|7=7 bits (bfloat16)}"
     ),
+    "cause_data": "a wrong formula or wrong data, not one layer",
     "cause_special": "what is special there?",
     "cause_optimizer": "the optimizer's step or its settings, not one layer",
     "cause_gradients": (
@@ -471,8 +472,8 @@ SENTENCES: Mapping[str, str] = {
     ),
     "below_floor": ": within the limits of the runs' own dtype, but far above float32's",
     "every_off_below": (
-        "every {name} is off, within the limits of the runs' own dtype, but far above float32's: a "
-        "wrong formula or wrong data, not one layer"
+        "every {name} is off, within the limits of the runs' own dtype, but far above float32's: "
+        "{cause}"
     ),
     "blocks_read_table": "the blocks read this table, and an engine did not let it be replaced",
     "judged_from_free_runs": (

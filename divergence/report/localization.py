@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
-from divergence.facts import sentence_behind
+from divergence.facts import sentence, sentence_behind
 from divergence.layout import Line
 from divergence.report.text import document_lines
 from divergence.run.command import quoted_words
@@ -90,6 +90,12 @@ def headline_of(result: Localization) -> Headline:
     dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
     names = dict.fromkeys((operator.operator, operator.candidate_operator))
     facts.append(named("operator", f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"))
+    behind = [
+        item["what"] for item in verdict.evidence if item.code == "operators.arithmetic_behind"
+    ]
+    facts += [
+        named("because", sentence(item["what"])) for item in behind if item["probe"] == "input bits"
+    ]
     check = result.causal
     if check is not None:
         rest = "everything after it is" if check.num_after else "the block's output is"

@@ -54,11 +54,10 @@ def test_ranks_that_divide_the_prompts(device_environment, llama, tmp_path):
     }
 
 
-def tested(environment, folder, behaviour):
+def selftest_on(environment, folder, behaviour):
     """`selftest` on a device that behaves so."""
     return subprocess.run(
-        "python -m divergence selftest --device npu --quick --exit-code".split(),
-        executable=sys.executable,
+        [sys.executable, *"-m divergence selftest --device npu --quick --exit-code".split()],
         cwd=folder,
         env=environment | {"SIMULATED_NPU": behaviour},
         timeout=500,
@@ -70,7 +69,7 @@ def tested(environment, folder, behaviour):
 
 def test_the_selftest(device_environment, tmp_path):
     """All that it tries works on a device whose work is late."""
-    done = tested(device_environment, tmp_path, "schedule=both")
+    done = selftest_on(device_environment, tmp_path, "schedule=both")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "failed" not in done.stdout
     assert (tmp_path / "selftest-npu.json").exists()
@@ -78,6 +77,6 @@ def test_the_selftest(device_environment, tmp_path):
 
 def test_the_selftest_finds_a_wrong_kernel(device_environment, tmp_path):
     """A device with a wrong kernel fails its selftest with exit code 1."""
-    done = tested(device_environment, tmp_path, "wrong=silu")
+    done = selftest_on(device_environment, tmp_path, "wrong=silu")
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
     assert "failed" in done.stdout

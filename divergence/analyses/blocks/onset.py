@@ -197,8 +197,8 @@ def _input_bits(family: Family, units: Sequence[JudgedUnit]) -> int | None:
         and (not unit.kind.place or unit.kind.class_ in ("Linear", "Conv1D"))
     ):
         return None
-    float32 = {first.reference_dtype, first.candidate_dtype} == {"float32"}
-    if first.role != "block" or not float32 or len(family.members) < family.num_all:
+    dtypes = {first.reference_dtype, first.candidate_dtype} - {"float64"}  # that of a truth
+    if first.role != "block" or dtypes != {"float32"} or len(family.members) < family.num_all:
         return None
     bits = [
         input_bits(
@@ -229,7 +229,9 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
     side = escalation.side
     by = side if side in ("reference", "candidate") else None
     if family:
-        headline = [fact("every_off_below", name=family.name)]
+        bits = _input_bits(family, escalation.units)
+        cause = fact("cause_data") if bits is None else fact("cause_inputs", bits=bits)
+        headline = [fact("every_off_below", name=family.name, cause=cause)]
     else:
         made = fact("made_at", seems=False, site=first.first.site, before=None, by=by)
         headline = [

@@ -101,6 +101,7 @@ def test_inside_a_fused_kernel_its_end_is_expected(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_place_that_the_block_lacks(bench):
     """No trial: sdpa calls no softmax, llama has no router."""
     assert bench("llama", "bfloat16").trial("softmax-sum", "softmax", "candidate", 1.0) is None

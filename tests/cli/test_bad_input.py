@@ -407,6 +407,7 @@ def test_a_line_separator_inside_a_string_is_no_new_line(invoke, llama, tmp_path
         assert "\u2028" in samples[0]["text"] and "\r" not in samples[-1]["text"]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_what_it_is_without_an_object_around_it(invoke, llama, tmp_path):
     """A text, a list of token ids, a conversation."""
     (tmp_path / "plain.json").write_text('["hi", [1, 2, 3], [{"role": "user", "content": "hi"}]]')
@@ -688,6 +689,7 @@ def test_maps_csv_and_sites_that_cannot_be_used(refused, runs, tmp_path):
     refused("inspect", runs / "a", "--site", "re:(", said="regular expression")
 
 
+@pytest.mark.slow
 def test_a_model_whose_code_mixes_dtypes(refused, tmp_path):
     """XLNet in bfloat16: its -1 positions are no limit, and float32 is what is left."""
     sizes = {"vocab_size": 64, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}

@@ -178,6 +178,7 @@ def test_every_option_reaches_the_api(invoke, capturing):
     }
 
 
+@pytest.mark.slow
 def test_like_takes_only_the_machine_from_settings(invoke, capturing, monkeypatch):
     """A setting must not turn a repeated run into another run."""
     monkeypatch.setenv("DIVERGENCE_CAPTURE_DTYPE", "float16")

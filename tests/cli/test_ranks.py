@@ -44,6 +44,7 @@ def test_others_print_no_answers(as_rank, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("divergence ")
 
 
+@pytest.mark.slow
 def test_errors_are_held_back_until_rank_0_had_its_say(as_rank, monkeypatch, capsys):
     """A wrong option is wrong for all; who is still there after the wait was wrong alone."""
     own = as_rank(1)

@@ -96,6 +96,7 @@ def test_a_fault_is_found_in_16_bits(architecture, dtype, reference, tmp_path):
         assert (verdict.kind, verdict.onset and verdict.onset.block) == ("localized", block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

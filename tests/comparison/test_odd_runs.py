@@ -39,6 +39,7 @@ def test_steps_that_no_anchor_reached_are_judged_and_named(llama, answer, tmp_pa
     assert any("step 2" in fact.text for fact in healthy.verdict.evidence)
 
 
+@pytest.mark.slow
 def test_a_reference_of_zeros_is_the_onset(llama, answer, tmp_path):
     """Where only the candidate has numbers at all, that site is blamed and not the next one."""
     site = "model.layers.1.self_attn.o_proj:out"

@@ -163,6 +163,7 @@ def edited(run, folder, change):
     return divergence.Run.open(folder)
 
 
+@pytest.mark.slow
 def test_it_names_no_side_where_the_code_differs(runs, tmp_path):
     """At the onset B has another release of A's code: the truth has A's, right or wrong."""
 

@@ -158,6 +158,7 @@ def test_pads_are_not_counted_in_the_position(architecture, whole_run):
     assert onset.position == length + 2
 
 
+@pytest.mark.slow
 def test_a_coarse_state_is_found(whole_run):
     """A recurrent state is no cache of rows, and is judged alike."""
     run = whole_run("mamba", prepare=lambda model: coarse_state(model, 2))

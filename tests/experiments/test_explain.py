@@ -71,6 +71,7 @@ def test_a_single_fault_explains_its_flip(dtype, run):
     assert found.num_forwards == found.step + 1
 
 
+@pytest.mark.slow
 def test_a_fault_is_explained_before_a_tie(run):
     """Where a truth has judged them, an early tie is passed over."""
     a, b = run("float32", FAULT)
@@ -165,6 +166,7 @@ def test_a_missing_model_is_an_error(llama, tmp_path):
     assert explain_token(report, a, b, model=str(llama)).tokens.explanation is not None
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused(run, tiny_model):
     """Another checkpoint explains another model's tokens."""
     a, b = run("bfloat16", FAULT)

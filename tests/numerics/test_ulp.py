@@ -82,6 +82,7 @@ def test_shapes_and_formats_are_checked():
         ulp_distance(torch.ones(2), torch.ones(2), FORMATS["int8"])
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=8),

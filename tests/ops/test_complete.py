@@ -38,6 +38,7 @@ def test_a_block_gives_the_recorded_bits(tiny_model, tmp_path, dtype, attention)
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architecture, attention):

@@ -658,6 +658,7 @@ def test_weights_that_change_between_prompts_are_told_of_a_capture(tmp_path, lla
         assert line.details[0]["sample"] == 1 and line.details[0]["side"] == "candidate"
 
 
+@pytest.mark.slow
 def test_steps_of_weights_that_changed_otherwise_are_not_compared(tmp_path):
     """A loop that trains is equal where it is repeated with its optimizer; with another rate, or
     without it, what follows the first step is another experiment, and is told as that."""

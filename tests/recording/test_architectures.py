@@ -47,6 +47,7 @@ def test_a_repeated_run_is_identical(architecture, captured, replay):
         assert report.tokens.forced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "tied"), HEADS)
 def test_the_other_kind_of_head(architecture, tied, captured, replay):
     """Tied and untied output embeddings are both captured, and the head's logits with them."""
@@ -55,6 +56,7 @@ def test_the_other_kind_of_head(architecture, tied, captured, replay):
     assert "lm_head:out" in run.sites()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mamba", "qwen3-moe", "t5"])
 def test_16_bit_models_repeat_themselves(architecture, dtype, captured, replay):

@@ -82,6 +82,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(llama, tmp_path):
         capture(str(llama), out=tmp_path / "run", batching=BatchOptions(prompts_file=prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
 def test_a_batch_is_compared_with_single_prompts(architecture, captured, tmp_path):
     """Batches are split into their samples and pads are cut off; what differs is rounding."""

@@ -81,6 +81,7 @@ def test_sites_inside_a_compiled_module_are_recorded(folder, plain, tmp_path):
     assert run.manifest.plan.compiled["model.layers.1.mlp"].state != "eager"
 
 
+@pytest.mark.slow
 def test_wrappers_of_torch_compile_leave_names_as_they_are(folder, plain, tmp_path):
     """``torch.compile(module)`` in a module's place: no ``_orig_mod`` in sites or weights."""
 
@@ -146,6 +147,7 @@ def test_what_was_never_compiled_is_said(folder, tmp_path):
     assert any("but ran eager" in text for text in said)
 
 
+@pytest.mark.slow
 def test_another_compiler_is_named(folder, plain, tmp_path):
     """The backend stands in the manifest and in preflight."""
     run = captured(folder, tmp_path / "a", lambda model: compile_mlps(model, "aot_eager"))

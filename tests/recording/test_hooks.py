@@ -205,6 +205,7 @@ def test_modules_are_recorded_with_equal_tensors_once(captured):
     assert sizes.stored_bytes < sizes.seen_bytes
 
 
+@pytest.mark.slow
 def test_steps_select_forwards(captured):
     """Only the chosen forwards are kept."""
     for spec, steps in (("prefill", {0}), ("decode", {1, 2, 3}), ("0,2-3", {0, 2, 3})):

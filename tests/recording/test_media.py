@@ -509,6 +509,7 @@ def test_a_text_model_says_that_it_reads_no_pictures(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_names_no_argument_of_the_model(model, tmp_path):
     """What a run holds is passed on only where the model takes a tensor of that name."""
     a = captured(model("whisper"), tmp_path / "a", "whisper", truth="no")

@@ -398,6 +398,7 @@ def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_said_to_be_recorded_uncompiled(llama, tmp_path):
     """Its kernels are not what the records are of."""
     said = []

@@ -41,6 +41,7 @@ def places(run, pass_):
     }
 
 
+@pytest.mark.slow
 def test_a_plain_capture_carries_its_truth(own_truths, heard, llama):
     """By default every block and what stands outside is there in float64, of all forwards."""
     run, notes = heard(llama, dtype="bfloat16")

@@ -130,6 +130,7 @@ def test_the_free_pass_is_the_float64_model(dtype, captured, truth_of, tiny_mode
         assert rel_l2(logits, right.logits[:, rows][:, -1:]) < 1e-13
 
 
+@pytest.mark.slow
 def test_the_anchored_pass_starts_from_the_runs_inputs(captured, truth_of, tiny_model):
     """Each block's output is the float64 block's of the input that the run recorded."""
     run = captured("gpt2", dtype="bfloat16")
@@ -197,6 +198,7 @@ def test_progress_goes_by_blocks(architecture, num_forwards, captured, tmp_path)
         assert [detail for _, _, detail in steps] == passed
 
 
+@pytest.mark.slow
 def test_a_stopped_truth_leaves_a_readable_run(captured, truth_of, tmp_path):
     """Ctrl-C in the anchored pass keeps all that was seen before, marked incomplete; and torch's
     default dtype is the old one."""

@@ -143,6 +143,7 @@ def test_a_generation_that_ends_at_once_leaves_nothing_to_run(made, tiny_model):
     assert notes == ["no whole pass: no decode step was made, so there is nothing to hold to it"]
 
 
+@pytest.mark.slow
 def test_groups_of_different_lengths(made, tmp_path):
     """A prompt that ends early has its own, shorter whole forward."""
     prompts = tmp_path / "p.jsonl"

@@ -77,6 +77,7 @@ def test_a_redacted_report_is_a_report(redaction, reports):
     assert made.to_json() == report.to_json()
 
 
+@pytest.mark.slow
 def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports):
     """Rows that differ first; the reproducer's files by their names."""
     files = bundle_files(

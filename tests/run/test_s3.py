@@ -105,6 +105,7 @@ def proxy(s3, monkeypatch) -> Iterator[BreakingProxy]:
 # --- all is well -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_written_to_a_bucket_and_read_from_it(s3, manifest):
     """As a directory of objects."""
     run = written(f"{s3}/runs/a", manifest)
@@ -181,6 +182,7 @@ def test_nobody_listens(s3, manifest, monkeypatch):
 # --- connections that break --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reading_survives_connections_that_break_in_the_middle(s3, manifest, proxy):
     """Tried again, and every byte is right."""
     url = str(written(f"{s3}/a", manifest, num=40).path)
@@ -190,6 +192,7 @@ def test_reading_survives_connections_that_break_in_the_middle(s3, manifest, pro
     assert proxy.num_broken == 2
 
 
+@pytest.mark.slow
 def test_reading_through_a_connection_that_stays_broken_ends_in_one_error(s3, manifest, proxy):
     """Not in tensors of zeros."""
     run = written(f"{s3}/a", manifest, num=40)
@@ -200,6 +203,7 @@ def test_reading_through_a_connection_that_stays_broken_ends_in_one_error(s3, ma
     assert caught.value.where.startswith(f"{s3}/a/tensors/")
 
 
+@pytest.mark.slow
 def test_writing_survives_connections_that_break(s3, manifest, proxy, monkeypatch):
     """The run is whole."""
     monkeypatch.setattr(writing, "SHARD_BYTES", 20_000)
@@ -234,6 +238,7 @@ def test_writing_through_a_connection_that_stays_broken_leaves_nothing_whole(
     assert run.verify() == [] and len(run.records) >= 1
 
 
+@pytest.mark.slow
 def test_packing_over_a_connection_that_breaks(s3, manifest, proxy, tmp_path):
     """An object is there whole, or not at all."""
     with RunWriter(tmp_path / "a", manifest()) as writer:

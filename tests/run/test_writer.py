@@ -235,6 +235,7 @@ def test_records_come_only_after_their_shard(tmp_path, manifest, monkeypatch):
     assert all(seen)
 
 
+@pytest.mark.slow
 def test_an_old_shard_does_not_wait_for_more(tmp_path, manifest, monkeypatch):
     """What was seen some seconds ago is on disk, however little it is."""
     monkeypatch.setattr(writing, "SHARD_SECONDS", 0.0)

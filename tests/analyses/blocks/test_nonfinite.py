@@ -95,6 +95,7 @@ def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, bless, tmp_path):
     assert bless(tmp_path / "golden", one.path, "--allow-nonfinite")["golden"]
 
 
+@pytest.mark.slow
 def test_nan_in_the_logits_of_both(healthy, faulty):
     """The last place counts like any other."""
     one = faulty("lm_head", (0, -1, 7), math.nan)

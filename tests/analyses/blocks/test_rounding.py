@@ -86,6 +86,7 @@ def test_within_the_floor_says_what_would_raise_its_confidence(pair):
     assert any("divergence truth" in command for command in report.verdict.next)
 
 
+@pytest.mark.slow
 def test_other_settings_are_said_first(pair):
     """A float16 run against a bfloat16 one is no plain "no more than rounding"."""
     root, a, b = pair

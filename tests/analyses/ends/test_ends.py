@@ -140,6 +140,7 @@ def test_two_percent_between_blocks(run, changed):
     assert (verdict.kind, verdict.onset.site) == ("localized", "model.layers.2:in")
 
 
+@pytest.mark.slow
 def test_a_cast_between_blocks_is_no_fault(run, changed):
     """One side rounds the stream to another 16-bit format on its way: a note, no verdict."""
     good = run()
@@ -185,6 +186,7 @@ def test_a_bias_changed_on_its_way_to_a_block(run, changed):
     assert verdict.onset.site == "encoder.block.2:in.position_bias"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["sketch", "stats"])
 def test_noise_before_the_norm_where_no_bytes_are_kept(store, run, tmp_path):
     """What was estimated grows beyond what came in; of statistics alone nothing passes either."""

@@ -314,6 +314,7 @@ def plain(results):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_one_comparison_after_another(three, fleet):
     """In many messages, with the same results, however often ranks are asked."""
     for name in ("faulty", "same", "parts"):

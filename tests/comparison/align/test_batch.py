@@ -301,6 +301,7 @@ def test_localize_goes_to_the_modules_of_a_batch_and_says_why_no_further(single,
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_batch_and_no_batch_exclude_each_other(single, tmp_path, capsys):
     """--no-batch belongs to --like, and is no companion of --batch; prompts are the run's."""
     for words, said in (

@@ -123,6 +123,7 @@ def test_every_record_is_accounted_for(zoo, names):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_every_record_of_the_candidate_is_accounted_for(zoo):
     """Its records are in pairs, listed as alone or skipped, or of a kind that is judged apart."""
     for a, b in itertools.permutations((zoo(n) for n in ("plain", "escalated", "operators")), 2):
@@ -345,6 +346,7 @@ def test_more_sites_are_no_lack(run):
     assert check(run(), run(sites=["modules"])).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt2", "gemma3", "mamba", "bert", "t5"])
 def test_healthy_pairs_are_covered(run, architecture):
     """Repeated with another attention, every pass of other architectures is covered."""

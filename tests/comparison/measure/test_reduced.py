@@ -345,6 +345,7 @@ def test_chosen_positions(tiny_model, tmp_path):
             assert site.rel_l2 == pytest.approx(wanted, rel=0.6)
 
 
+@pytest.mark.slow
 def test_two_dtypes(tiny_model, tmp_path):
     """Sketches of a float32 and a bfloat16 run have the same projections, and are compared."""
     options = {"prompts": [PROMPT], "max_new_tokens": 2, "probe": False, "store": "sketch"}

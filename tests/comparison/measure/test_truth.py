@@ -74,6 +74,7 @@ def test_other_kernels_are_a_legitimate_difference(case, dtype):
     assert 0 < block.truth.r_median < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_faulty_candidate_is_named(case, dtype):
     """The block and the side, by W."""
@@ -153,6 +154,7 @@ def test_a_coarser_dtype_alone_is_no_fault(architecture, tmp_path, tiny_model):
         assert (verdict.kind, verdict.side) == ("within_floor", "neither")
 
 
+@pytest.mark.slow
 def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
     """What it holds is judged, and the report says that it is not whole."""
     one = case()

@@ -58,6 +58,7 @@ def gloo_chunks(elements: int, itemsize: int, num_ranks: int) -> int:
 SLOW = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 5, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, *SLOW])
 def test_gloo_adds_in_the_order_of_its_source(made, ranks):
     """Chunk k starts at rank k - 1 and goes down; its edges are where the source puts them."""
@@ -103,6 +104,7 @@ def test_every_case_holds_on_gloo(tmp_path, ranks):
     assert any("float8_e4m3fn" in reason for reason in side.unsupported)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "sites", "check", "said"),
     [
@@ -169,6 +171,7 @@ def test_a_rank_told_by_its_part_alone_is_less_certain(made):
     assert "assumed" in next(c.detail for c in report.verdict.checks if c.state != "met")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"), [("flat", "flat"), ("tree", "tree"), ("halving", "recursive halving")]
 )
@@ -185,6 +188,7 @@ def test_other_algorithms_are_named_and_differ_within_rounding(made, name, order
     assert f"all_reduce adds by {order}" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_a_repeat_has_the_same_bits(made, answer):
     """--like takes the cases; the two runs are identical."""
     run = made(3)

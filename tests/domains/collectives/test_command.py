@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_capture_and_compare(invoke, tmp_path):
     """Exit code 1 for a faulty rank, 0 for a right one; the second run is not needed."""
     out = str(tmp_path / "c")

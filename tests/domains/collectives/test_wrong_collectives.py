@@ -99,6 +99,7 @@ def test_a_broadcast_that_all_ranks_have_wrong_names_the_root_with_care(three):
     assert (fault.ranks, fault.assumed) == ((0,), True)
 
 
+@pytest.mark.slow
 def test_an_average_is_called_one(made):
     """Of a group that is too large, too: 1 / 3 and not the 1 / 2 that would be right."""
     found = Faults(made(3, all_reduce="average", reduce="first_alone", all_gather="too_short"))
@@ -109,6 +110,7 @@ def test_an_average_is_called_one(made):
     assert fault.text == "128 elements are there in place of 387"
 
 
+@pytest.mark.slow
 def test_what_is_said_of_all_ranks_is_true_of_each(made):
     """Elements that one rank put in are named by that rank."""
     found = Faults(made(3, all_reduce="first_alone"))
@@ -130,6 +132,7 @@ def test_terms_that_cancel_are_not_taken_for_one_another(made):
     assert "hold twice what rank 1 put in" in found["all_reduce"][0].text
 
 
+@pytest.mark.slow
 def test_one_case_that_a_dtype_explains_by_chance_proves_nothing(made):
     """Subnormal numbers have too few digits to tell a narrow sum from what was sent narrow."""
     sites = ("all_reduce.float32.odd.*", "order.all_reduce.float32.odd")
@@ -145,6 +148,7 @@ def test_zeros_beside_subnormal_sums_are_no_setting(made):
     assert "the last 17 of 1,037 elements are 0" in fault.text
 
 
+@pytest.mark.slow
 def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
     """All-reduce adds in float32, reduce-scatter in bfloat16, in one order: both are right."""
     sites = ("*.bfloat16.even.random", "order.*.bfloat16.even")
@@ -154,6 +158,7 @@ def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
     assert row.num_different > 0 and not row.promised
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_orders_and_times_alone_are_no_right_collective(made):
     """Where no result is checked nothing is said to be right."""

@@ -170,6 +170,7 @@ def test_numbers_at_another_place_are_named(sides, place, noise):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "words"),
     [

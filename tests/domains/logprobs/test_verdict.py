@@ -114,6 +114,7 @@ def test_a_floor_run_says_what_rounding_is(pair, tmp_path):
     assert (report.verdict.kind, report.verdict.confidence) == ("drift", "low")
 
 
+@pytest.mark.slow
 def test_shown_and_as_a_page(pair, capsys):
     """The numbers stand in the terminal, in the JSON and on the page."""
     report = pair(CAUSES["one prompt"][0])

@@ -24,6 +24,7 @@ def without_names(model: Any) -> None:
         node.metadata_props.extend(kept)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_told_are_no_other_weights(damaged, recorded, again):
     """A graph whose constants have no names says so, and is compared."""
     run = recorded("llama", sites="blocks")
@@ -80,6 +81,7 @@ def test_modules_in_the_names_of_nodes(damaged, recorded, again):
     assert report.verdict.kind in HEALTHY, report.verdict.summary
 
 
+@pytest.mark.slow
 def test_weights_beside_the_file(damaged, recorded, again):
     """External data are read, and named where they are missing."""
 

@@ -110,6 +110,7 @@ def test_providers_are_listed(graph_of, recorded, again):
     assert "CPUExecutionProvider" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_what_a_graph_cannot_do(graph_of, recorded, again):
     """What needs the model's code is refused, or left out and said."""
     run, file = recorded("llama", sites="blocks"), graph_of("llama")

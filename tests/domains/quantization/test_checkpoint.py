@@ -72,6 +72,7 @@ def test_a_checkpoint_is_captured_and_repeated(scheme, checkpoint, tmp_path, cap
     assert "it/s" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "kept", "line"),
     [

@@ -23,6 +23,7 @@ def made(folder, out, prompts=("one two three", "the cat sat"), **options):
     return capture(folder, out=out, prompts=prompts, max_new_tokens=2, probe=False, **options)
 
 
+@pytest.mark.slow
 def test_static_scales_are_known_of_what_is_kept_too(plain):
     """--each quantises the head as well, which the scheme keeps."""
     found = quantize(plain, scheme="w8a8-static", smooth=0.5, target=1e-4)
@@ -42,6 +43,7 @@ def test_pads_are_no_calibration(folder, plain, tmp_path):
     assert limits[0] == limits[1]
 
 
+@pytest.mark.slow
 def test_expressions_come_in_any_order(plain, tmp_path):
     """Names and expressions together keep what any of them names."""
     keep = ["re:.*down_pro{1,2}j", "model.layers.0", "!lm_head", "re:.*up_proj"]

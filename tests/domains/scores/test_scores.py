@@ -119,6 +119,7 @@ def test_as_many_documents_are_needed_wherever_it_is_said(num, table, invoke, tm
     assert needed in task.summary and needed in " ".join(first.split())
 
 
+@pytest.mark.slow
 def test_graded_scores_and_metrics_that_are_lower(table):
     """A permutation of signs; of a loss the lower is better, however it is written."""
     generator = np.random.default_rng(0)
@@ -247,6 +248,7 @@ def test_a_relative_band_of_a_score_of_zero(table):
     assert scores(a, b, band="3pp").verdict == "equal"
 
 
+@pytest.mark.slow
 def test_clusters_that_flip_whole_and_seldom_show_no_equality(table):
     """One of 400 clusters of ten is lost: the next set may have none, or three. As documents alone
     they would be equal."""
@@ -289,6 +291,7 @@ def test_documents_in_no_pair_stand_beside_the_verdict(table):
     assert "; 1,000 documents are in no pair" in report.candidates[0].summary
 
 
+@pytest.mark.slow
 def test_a_score_below_zero(table):
     """The band is a share of its size."""
     a = [-float(n % 5) for n in range(400)]

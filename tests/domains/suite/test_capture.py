@@ -379,6 +379,7 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     assert "llama (rms_norm)" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_replays_of_a_suite(tmp_path):
     """`divergence replay` runs a suite's operators too, and is held to the suite's truth. The
     float64 replay does not say what rounding explains, so it is no truth of a suite."""

@@ -139,6 +139,7 @@ def adapter(stored, llama, tmp_path):
     return stored("small", factors, r=RANK, base_model_name_or_path=str(llama)), merged
 
 
+@pytest.mark.slow
 def test_an_adapter_is_captured_merged_into_its_base(adapter, llama, tmp_path, invoke):
     """The run says so; it is the merged checkpoint's run, and another model than the base's."""
     place, merged = adapter

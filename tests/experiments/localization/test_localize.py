@@ -217,6 +217,7 @@ def test_the_page_and_the_json_say_the_same(planted, lines_of):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path, lines_of):
     """It would take the model and minutes, to say what the runs alone say."""
     for other, kind in (("a", "undetermined"), ("other", "incomparable")):

@@ -103,6 +103,7 @@ def test_the_escalated_pass_sees_deeper(found):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["scale", "noise"])
 def test_a_real_plant_agrees(runs, found, dtype, fault, answer):
@@ -122,6 +123,7 @@ def test_a_real_plant_agrees(runs, found, dtype, fault, answer):
             assert verdict.kind == "within_floor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trial_is_what_compare_says_of_a_real_plant(runs, tmp_path, dtype):
     """Same summary, same onset, same numbers, though no model ran for the trial."""
@@ -200,6 +202,7 @@ def test_json_is_versioned_and_complete(found):
     assert {"verdict", "truth", "units", "phrases", "next", "num_trials", "dtype"} <= set(answer)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_what_would_see_more_is_a_command(runs, found):
     """bfloat16 without an escalated pass: that and the truth; with both, nothing of the kind."""

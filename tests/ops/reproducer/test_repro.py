@@ -83,6 +83,7 @@ X = (torch.arange(24.0).reshape(4, 6) - 11) / 7
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_it_runs_in_a_bare_environment(record, tmp_path, bare):
     """Bit for bit what was recorded, with a transposed weight too, and how far it is off."""
     weight = torch.linspace(-1, 1, 30).reshape(5, 6)
@@ -304,6 +305,7 @@ def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_nothing_in_a_run_becomes_code(tmp_path, bare):
     """Names, sites, labels and scalars of a stranger's run are literals in the script."""
     evil = '"""+__import__("os").system("x")+"""\\'
@@ -371,6 +373,7 @@ def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, own_operat
     assert not (tmp_path / "bug").exists()
 
 
+@pytest.mark.slow
 def test_a_report_has_no_markup_of_the_run_s(tmp_path):
     """Labels, versions, variables and ports: no fence, link, picture, mention, cell or HTML."""
     evil = "a`![x](http://evil/p.png)|<img src=x>\n```\n# b @team \u202e"

@@ -26,6 +26,7 @@ PLAIN = st.recursive(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(PLAIN)
 def test_a_literal_is_the_value(value):

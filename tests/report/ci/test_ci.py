@@ -175,6 +175,7 @@ def test_junit_follows_its_schema(failing, hostile, reports, checked, ci):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_parser_of_ci_servers_reads_the_file(failing, hostile, ci):
     """junitparser sees the same cases and texts."""
     junitparser = pytest.importorskip("junitparser")

@@ -30,6 +30,7 @@ def test_a_server_is_a_run(stub, serve):
     assert float(values[0, -1, 0]) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_servers_are_identical(serve):
     """Two captures of one server agree in every token."""
     report = compare(serve("a"), serve("b"))
@@ -51,6 +52,7 @@ def test_rounding_is_no_alarm_and_other_weights_are(stub, serve):
     assert other.logprobs.num_flips == 0  # forced: every token is compared
 
 
+@pytest.mark.slow
 def test_another_template_stops(stub, serve):
     """The prompt's tokens are not the same: nothing is compared."""
     a = serve("a")
@@ -68,6 +70,7 @@ def test_another_template_stops_by_its_length(stub, serve):
     assert report.verdict.kind == "incomparable" and "had" in report.verdict.summary
 
 
+@pytest.mark.slow
 def test_sampling_left_on_is_named(stub, serve):
     """A server that samples is said to, and which side it is."""
     stub.samples = True

@@ -181,6 +181,7 @@ ENDLESS = {
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_server_that_never_comes_to_its_answer_is_given_up(name):
     """A byte now and then begins every time-out of the standard library anew; the deadline is of
@@ -237,6 +238,7 @@ def test_redirects_are_not_followed(stub, serve):
         serve("a")
 
 
+@pytest.mark.slow
 def test_many_at_a_time(stub, serve):
     """In whatever order answers come, each is its own prompt's."""
     one = serve("one")

@@ -550,6 +550,10 @@ SENTENCES: Mapping[str, str] = {
         "({of_a_module:yes=record(module, like=A) in Python|*=capture --like})"
     ),
     "other_may_be_finer": "by its size, {other:letter}'s error may be smaller there instead",
+    "may_be_in_all": (
+        "the other blocks are farther from the truth on {side:letter}, too, by {times:.2f} ×: what "
+        "is wrong may be in all of them"
+    ),
     "in_tail": (
         "{token:yes=other tokens lead up to it by steps of 2 × and less, as where attention is "
         "sharp|no=the other blocks are off by more than rounding, too}"

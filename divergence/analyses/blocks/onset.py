@@ -614,4 +614,11 @@ def checks_of(
     if sided and among_siblings and unit.standing is not None:
         finer = fact("other_may_be_finer", other=other_side(unit.side))
         checks.append(check("own", unit.standing.odds > SURE_LOG_ODDS, finer))
+        # more than one by the same side, and the rest leans to it: the rest may have what they have
+        kind, rest = unit.kind.any_phase, [other.farther(unit.side) for other in healthy]
+        off = {u.block for u in units if (u.kind.any_phase, u.side) == (kind, unit.side)}
+        if family is None and len(off) > 1 and rest:
+            leaning = statistics.median(rest)
+            in_all = fact("may_be_in_all", side=unit.side, times=math.exp(leaning))
+            checks.append(check("alone", leaning <= unit.standing.usual_reach, in_all))
     return checks

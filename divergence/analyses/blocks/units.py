@@ -1678,8 +1678,8 @@ def find_family(
             if named <= of_type < blocks and 2 * len(named) > len(of_type) >= FEWEST_SIBLINGS:
                 name = fact("blocks.kind_of_type", kind=name, type=type_)
                 return Family(name, members, len(of_type))
-        if 2 * len(members) <= len(blocks):
-            members = _off_alike(unit, units, measured)
+        more = _off_alike(unit, units, measured)
+        members += [other for other in more if str(other.block) not in named]
         if 2 * len(members) > len(blocks) >= FEWEST_SIBLINGS:
             return Family(name, members, len(blocks))
     return None
@@ -1724,24 +1724,25 @@ def _off_alike(
     thresholds, near = measured.thresholds, measured.thresholds.truth_confirm
     kin = [other for other in units if other.kind == unit.kind]
     others = [other for other in kin if other is not unit]
-    limits = {look.place: look.limit for look in unit.beyond}
+    off = {look.place for look in unit.beyond}
 
-    def ratios(other: JudgedUnit) -> list[tuple[float, float]]:
-        """Its ratios where the unit is off, each with the unit's limit."""
+    def size(other: JudgedUnit) -> float:
+        """Its median ratio where the unit is off."""
         if unit.why == "typical":
-            return [(other.typical, unit.limit)]
-        looks = (look for look in other.looks if look.place in limits)
-        return [(look.typical, limits[look.place]) for look in looks] or [(0.0, 1.0)]
+            return other.typical
+        ratios = [look.typical for look in other.looks if look.place in off]
+        return statistics.median(ratios or [0.0])
 
     def beyond(least: float) -> list[JudgedUnit]:
-        sizes = {each: statistics.median(ratio for ratio, _ in ratios(each)) for each in others}
-        return [unit, *(other for other in others if sizes[other] > least)]
+        return [unit, *(other for other in others if size(other) > least)]
 
     # Where equal inputs gave equal bits in some of the kind the same kernels ran, and what differs
-    # by more than a floor is off by no rounding.
-    any_phase = (other for other in units if other.kind.any_phase == unit.kind.any_phase)
-    if unit.pass_ != "free" and any(r.identical for other in any_phase for r in other.results):
-        return beyond(1.0)
+    # by more than a floor is off by no rounding; nor by less, where that is so in the same forward.
+    kind, places = unit.kind.any_phase, places_of(unit)
+    any_phase = (other for other in units if other.kind.any_phase == kind)
+    equal = {(r.sample, r.step) for other in any_phase for r in other.results if r.identical}
+    if equal and unit.pass_ != "free":
+        return beyond(thresholds.least_sibling if places <= equal else 1.0)
     if unit.blame is not None:
         beside_them = unit.blame.like is None and unit.blame.why != "gain"  # among its siblings
         if beside_them and unit.blame.value > thresholds.truth_systematic * unit.blame.control:
@@ -1749,24 +1750,16 @@ def _off_alike(
         side, times = farther_side(kin, thresholds.truth_standout) or (None, 0.0)
         if side != unit.side or times <= near:
             return []
-        places, far = places_of(unit), math.log(near)
+        far = math.log(near)
         middle = {o: statistics.median(o.farther(side, place) for place in places) for o in others}
         return [unit, *(other for other in others if middle[other] > far)]
-    # Where nothing lets the runs differ there are no other kernels, either; but float32 sums have
-    # an order, and a training step hands on the errors of what it is given. A limit that its
+    # All are beyond what rounding makes, and it is no farther than others are. A limit that its
     # siblings set is far above them: near to it is nobody but the unit.
-    level = statistics.median(other.typical for other in others)
-    unexplained = measured.unexplained and not measured.reference.manifest.training.train
-    if (
-        unit.why == "typical"
-        and near**2 < level
-        and unit.typical < (thresholds.truth_systematic * level)
-    ):  # all are beyond what rounding makes, and it is no farther than others are
+    level = statistics.median([other.typical for other in others] or [0.0])
+    typical = unit.why == "typical" and near**2 < level
+    if typical and unit.typical < thresholds.truth_systematic * level:
         return beyond(near**2)
-    if unexplained and not unit.typical > thresholds.standout**2 * level:
-        return beyond(near if measured.narrow else near**2)
-    used = {o: statistics.median(ratio / limit for ratio, limit in ratios(o)) for o in others}
-    return [unit, *(other for other in others if used[other] > 1 / near)]
+    return []
 
 
 def farther_side(family: Sequence[JudgedUnit], times: float) -> tuple[Side, float] | None:

@@ -102,18 +102,45 @@ def test_no_rounding_excuses_what_differs_beside_equal_bits(blocks, at, with_tru
 
 
 @pytest.mark.slow
+def test_what_is_within_a_floor_beside_equal_bits_is_off(pair, answer):
+    """In the same forwards of two other blocks equal inputs give equal bits, so not even half a
+    floor is rounding."""
+    a, true = pair("bfloat16")
+    shares = {0: 0.02, 2: 0.003, 3: 0.003, 4: 0.003}
+    plants = [f"{LAYERS[number]}:out=noise:{share}" for number, share in shares.items()]
+    verdict = answer(a, truth=true, plants=plants).verdict
+    assert (verdict.kind, verdict.side) == ("systematic", "candidate")
+    assert verdict.summary.startswith("4 of 6 MistralDecoderLayer differ")
+
+
+def scaled_mlps(*numbers):
+    def fault(model):
+        sums_in_bfloat16(model)
+        for number in numbers:
+            mlp = model.model.layers[number].mlp
+            mlp.forward = lambda x, own=mlp.forward: own(x) * 1.5
+
+    return fault
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("with_truth", [False, True])
 def test_one_bad_block_among_coarse_ones_is_named_alone(with_truth, pair, answer):
     """A block that is off by far more than its siblings, which only are coarse, is no kind."""
-
-    def coarse_and_one(model):
-        sums_in_bfloat16(model)
-        own = model.model.layers[3].mlp.forward
-        model.model.layers[3].mlp.forward = lambda x: own(x) * 1.5
-
     a, true = pair("bfloat16")
-    verdict = answer(a, coarse_and_one, truth=true if with_truth else None).verdict
+    verdict = answer(a, scaled_mlps(3), truth=true if with_truth else None).verdict
     assert (verdict.kind, verdict.onset.block) == ("localized", LAYERS[3])
+
+
+@pytest.mark.slow
+def test_two_bad_blocks_among_coarse_ones_may_be_all(pair, answer):
+    """Where the others lean to the same side, as far less of the same fault would make them, it is
+    not certain that the two alone are off."""
+    a, true = pair("bfloat16")
+    verdict = answer(a, scaled_mlps(0, 3), truth=true).verdict
+    assert (verdict.kind, verdict.confidence) == ("localized", "medium")
+    (lacking,) = [check.lacking for check in verdict.checks if check.name == "alone"]
+    assert (lacking.code, lacking["side"]) == ("may_be_in_all", "candidate")
 
 
 @pytest.mark.slow

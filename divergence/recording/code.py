@@ -592,13 +592,16 @@ def wrappers_of(module: Any) -> list[str]:
 
 
 def _adapters(module: Any) -> list[str]:
-    """A PEFT layer: which adapters, and are they merged into the weight."""
+    """A PEFT layer: which adapters, by which factor, and are they merged into the weight."""
     active = _names(_attribute(module, "active_adapters") or _attribute(module, "active_adapter"))
     matrices = _attribute(module, "lora_A")
     if matrices is None and not (active and hasattr(type(module), "merged")):
         return []
     names = active or _names(list(matrices) if hasattr(matrices, "keys") else None) or ["default"]
     kind = "LoRA" if matrices is not None else "adapter"
+    factors = _attribute(module, "scaling")
+    factors = factors if isinstance(factors, dict) else {}
+    names = [f"{name} times {factors[name]}" if name in factors else name for name in names]
     text = f"{kind} {', '.join(names)}"
     if _attribute(module, "disable_adapters"):
         return [f"{text}, switched off"]

@@ -199,6 +199,9 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
         for path, note in notes.items()
         if note.role == "block" and path not in inputs and not f"{path}.".startswith(idle)
     ]
+    others = [p for p, note in plan.modules.items() if note.role == "block" and p not in notes]
+    if missing and others:
+        return f"its blocks have other names ({others[0]}, here {missing[0]}): wrap the model alike"
     if missing:
         return (
             f"it holds no input of {missing[0]}"

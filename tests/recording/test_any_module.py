@@ -351,6 +351,9 @@ def test_other_inputs_and_what_cannot_be_repeated_are_refused(tmp_path, llama):
         record(Two(), out=tmp_path / "d", like=prompts),
     ):
         pass
+    tower = _recorded(Tower(), tmp_path / "t")
+    with pytest.raises(UsageError, match=r"other names \(blocks\.0, here 0\.blocks\.0\)"):
+        _recorded(nn.Sequential(Tower()), tmp_path / "e", like=tower)
 
 
 def test_an_argument_that_cannot_be_copied_is_handed_on(tmp_path):

@@ -385,6 +385,7 @@ class LoraLinear(torch.nn.Module):
         self.base_layer = base
         self.lora_A = torch.nn.ModuleDict({"style": torch.nn.Linear(2, 2)})
         self.merged = merged
+        self.scaling = {"style": 2.0}
 
     def forward(self, x):
         return self.base_layer(x)
@@ -392,8 +393,9 @@ class LoraLinear(torch.nn.Module):
 
 @pytest.mark.parametrize(("merged", "said"), [(False, "not merged"), (True, "merged")])
 def test_adapters_are_named(merged, said):
-    """Which, and are they merged into the weight."""
-    assert wrappers_of(LoraLinear(torch.nn.Linear(2, 2), merged)) == [f"LoRA style, {said}"]
+    """Which, by which factor, and are they merged into the weight."""
+    (text,) = wrappers_of(LoraLinear(torch.nn.Linear(2, 2), merged))
+    assert text == f"LoRA style times 2.0, {said}"
 
 
 def test_quantised_layers_and_offloading_are_named(model, healthy):

@@ -46,7 +46,7 @@ class Adapter:
     def changes(self) -> StoredWeights:
         """Return what it stores, by the parameters that it changes."""
         form = f"LoRA adapter, rank {self.rank}, alpha {self.alpha:g}"
-        return StoredWeights(self.source, form, {**self.products, **self.whole})
+        return StoredWeights(self.source, form, {**self.whole, **self.products})
 
     @property
     def text(self) -> str:
@@ -58,7 +58,8 @@ class Adapter:
         """Adds what it adds to its base's parameters, in their dtype. Raises UsageError for a model
         that is not its base."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, change in {**self.products, **self.whole}.items():
+        # a layer of embeddings may be there as it is, and with what is added to it
+        for name, change in (*self.whole.items(), *self.products.items()):
             own = parameters.get(name)
             if own is None or tuple(own.shape) != change.shape or not own.is_floating_point():
                 what = (
@@ -69,21 +70,18 @@ class Adapter:
                     hint="merge it with PEFT (merge_and_unload, then save_pretrained)",
                 )
             value = change.read().to(own.device)
-            own.copy_(own.float() + value if name in self.products else value)
+            own.copy_(own + value if change is self.products.get(name) else value)
 
     def merged(self) -> StoredWeights:
         """Its base with what it adds. Raises UsageError where the base is not here."""
         base = open_checkpoint(str(self.base_folder()))
         tensors = {**base.tensors, **self.whole}
-        unknown = sorted(self.products.keys() - base.tensors.keys())
-        if unknown:
-            raise UsageError(f"{self.source} changes {unknown[0]}, which {self.base} has not")
         for name, product in self.products.items():
-            stored = base.tensors[name]
-            if stored.shape != product.shape:
+            stored = tensors.get(name)
+            if stored is None or stored.shape != product.shape:
+                there = "has not" if stored is None else f"has as {list(stored.shape)}"
                 raise UsageError(
-                    f"{self.source}: {name} is {list(product.shape)}, and in "
-                    f"{self.base} {list(stored.shape)}"
+                    f"{self.source} changes {name} {list(product.shape)}, which {self.base} {there}"
                 )
             tensors[name] = Stored(stored.shape, stored.dtype, partial(_sum, stored, product))
         return StoredWeights(self.source, f"{base.form} with {self.changes.form}", tensors)
@@ -151,6 +149,12 @@ def open_adapter(source: str) -> Adapter | None:
     return Adapter(source, base, rank, alpha, products, whole)
 
 
+def open_weights(source: str) -> StoredWeights:
+    """A checkpoint, or an adapter merged into its base. Raises what opening these raises."""
+    adapter = open_adapter(source)
+    return open_checkpoint(source) if adapter is None else adapter.merged()
+
+
 _OTHERWISE = {
     "use_dora": "DoRA",
     "target_parameters": "LoRA of single parameters (target_parameters)",
@@ -188,13 +192,14 @@ def _module_value(pattern: Mapping[str, Any] | None, module: str, usual: float) 
 def _product(
     a: Callable[[], torch.Tensor], b: Callable[[], torch.Tensor], scale: float, turned: bool
 ) -> torch.Tensor:
-    product = (b().double() @ a().double()) * scale
-    return (product.T if turned else product).float()
+    """As PEFT multiplies on a CPU, bit for bit."""
+    product = (b().float() @ a().float()) * scale
+    return product.T if turned else product
 
 
 def _sum(stored: Stored, product: Stored) -> torch.Tensor:
     weight = stored.read()
-    return (weight.float() + product.read()).to(weight.dtype)
+    return (weight + product.read()).to(weight.dtype)
 
 
 # How a checkpoint is related to an adapter's base, and two adapters to one another.
@@ -213,8 +218,8 @@ def merged_relation(merged: Adapter, name: str, other: torch.Tensor) -> Relation
     apart = other.double() - base.double()
     factor = float((apart * product).sum() / (product * product).sum())
     rest = float((apart - factor * product).norm())
-    roundoff = format_of(other.dtype).unit_roundoff
-    rounding = roundoff * float(base.double().norm())
+    size = max(float(part.double().norm()) for part in (base, other))
+    rounding = format_of(other.dtype).unit_roundoff * size
     error = rounding / float(product.norm())
     if not math.isfinite(factor) or error * _LEAST_SIGNAL > 1 or rest > 2 * rounding:
         return None

@@ -18,8 +18,13 @@ import torch
 from msgspec.structs import replace
 
 from divergence._version import __version__
-from divergence.comparison.preflight import match_parameters, related
-from divergence.domains.weights.adapter import merged_relation, open_adapter, product_relation
+from divergence.comparison.preflight import Matching, match_parameters, related
+from divergence.domains.weights.adapter import (
+    merged_relation,
+    open_adapter,
+    open_weights,
+    product_relation,
+)
 from divergence.domains.weights.checkpoint import (
     ONE_RANK,
     Stored,
@@ -128,10 +133,9 @@ def compare_weights(
     num = len(pairs) + sum(len(f["names"]) if f["side"] == SIDES[1] else 1 for f in fused)
     relations += _in_usual_order(rest)
     if any(how.name == "transposed" and how.same for _, how in relations):  # all matrices are
-        relations = [
-            (name, Relation(how.name, True, how.fact) if _only_turned(how) else how)
-            for name, how in relations
-        ]
+        for number, (name, how) in enumerate(relations):
+            if how.name == "transposed" and how.fact["rest"] is None:
+                relations[number] = name, Relation(how.name, True, how.fact)
     return _report([_side(side) for side in (a, b)], num, relations, facts)
 
 
@@ -162,10 +166,6 @@ def _in_usual_order(relations: list[tuple[str, Relation]]) -> list[tuple[str, Re
     return judged
 
 
-def _only_turned(how: Relation) -> bool:
-    return how.name == "transposed" and how.fact["rest"] is None
-
-
 def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[Fact]]:
     """A's names → B's, and how they were read."""
     if (a.architecture is None) != (b.architecture is None):
@@ -176,16 +176,21 @@ def _matched(a: StoredWeights, b: StoredWeights) -> tuple[dict[str, str], list[F
         pairs = table if own is b else {there: name for name, there in table.items()}
         if pairs:
             return pairs, [fact("weights.gguf", architecture=own.architecture[0])]
-    matching = match_parameters(dict.fromkeys(a.tensors, ""), dict.fromkeys(b.tensors, ""))
-    if not matching.pairs:
-        first = [next(iter(side.tensors)) for side in (a, b)]
-        raise UsageError(
-            f"no parameter of {a.source} has a partner in {b.source} by its name: "
-            f"{first[0]} / {first[1]}",
-            hint="are these checkpoints of one architecture?",
-        )
+    names = dict.fromkeys(a.tensors, ""), dict.fromkeys(b.tensors, "")
+    matching = _by_names(*names, (a.source, b.source))
     facts = matching.describe()
     return matching.pairs, [item for item in facts if item.code != "preflight.left_over"]
+
+
+def _by_names(a: dict[str, str], b: dict[str, str], sources: Sequence[str]) -> Matching:
+    matching = match_parameters(a, b)
+    if not matching.pairs:
+        raise UsageError(
+            f"no parameter of {sources[0]} has a partner in {sources[1]} by its name: "
+            f"{next(iter(a), 'none')} / {next(iter(b), 'none')}",
+            hint="are these checkpoints of one architecture?",
+        )
+    return matching
 
 
 def _refuse_part(a: StoredWeights, b: StoredWeights, pairs: dict[str, str]) -> None:
@@ -383,7 +388,7 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
                 )
             )
             continue
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_weights(source)
         digests: dict[str, str] = {}
         parameters: dict[str, ParameterNote] = {}
         for number, (name, stored) in enumerate(checkpoint.tensors.items()):
@@ -405,7 +410,7 @@ def _with_runs(sources: list[str], runs: list[Run | None], on_progress: Progress
         )
         sides.append(_side(checkpoint))
     a, b = models
-    matching = match_parameters(a.digests, b.digests)
+    matching = _by_names(a.digests, b.digests, sources)
     equal = [n for n, other in matching.pairs.items() if a.digests[n] == b.digests[other]]
     relations = [(name, Relation("equal", True, fact("weights.equal"))) for name in equal]
     for name, other in matching.pairs.items():

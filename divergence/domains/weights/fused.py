@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,9 +74,7 @@ def find_layout(
         earlier = layouts[module]
         names = tuple(f"{part.rpartition('.')[0]}.{kind}" for part in earlier.names)
         if set(names) <= set(near):
-            return FusedRows(
-                names, earlier.rows, earlier.num_groups, earlier.flipped, earlier.parts_flipped
-            )
+            return replace(earlier, names=names)
     best, layout = ENOUGH, None
     rows: dict[tuple[str, bool], torch.Tensor] = {}
     whole = tensors[name].read().float()

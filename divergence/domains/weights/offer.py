@@ -46,10 +46,10 @@ def other_weights(a: Run, b: Run) -> tuple[list[Fact], list[Command]]:
 
 
 def _relations(models: list[ModelIdentity], pairs: Mapping[str, str]) -> list[Fact]:
-    from divergence.domains.weights.checkpoint import open_checkpoint
+    from divergence.domains.weights.adapter import open_weights
     from divergence.domains.weights.relations import Relation, relation
 
-    stored = [open_checkpoint(str(expanded(model.source))).tensors for model in models]
+    stored = [open_weights(str(expanded(model.source))).tensors for model in models]
     kinds: dict[str, tuple[str, str]] = {}
     for names in pairs.items():
         if models[0].digests[names[0]] != models[1].digests[names[1]]:

@@ -679,16 +679,6 @@ def _settled_source(loading: Loading) -> Loading:
             f"{source} is not a model but a run",
             hint=command_line("capture", like=source, o="OTHER", note="repeats it"),
         )
-    if (path / _ADAPTER).is_file() and not (path / "config.json").is_file():
-        try:
-            base = json.loads((path / _ADAPTER).read_bytes())["base_model_name_or_path"]
-        except (ValueError, KeyError, TypeError, OSError):
-            base = "a model that it does not name"
-        raise ModelError(
-            f"{path} is an adapter of {base}, not merged, and no model by itself",
-            hint="merge it (PEFT's merge_and_unload, then save_pretrained) and capture that; or in "
-            "Python divergence.record(model, out=...) of the model that PEFT made",
-        )
     if not (path / "config.json").is_file():
         pipeline = (path / "model_index.json").is_file()
         raise ModelError(

@@ -90,6 +90,22 @@ def test_an_adapter_against_a_checkpoint(stored, invoke, case):
     assert report.equal == (case == "merged")
 
 
+def test_a_merge_in_float32_is_told_up_to_its_rounding(stored):
+    """In the order in which PEFT multiplies it is equal; in another one what is added is larger
+    than the base, and rounds as the sum does."""
+    stored("base", {name: tensor.float() for name, tensor in BASE.items()})
+    large = {module: (a, 100 * b) for module, (a, b) in FACTORS.items()}
+    lora = stored("lora", large, r=RANK)
+    sums = ({}, {})
+    for module, (a, b) in large.items():
+        weight = BASE[f"{module}.weight"].float()
+        sums[0][f"{module}.weight"] = weight + b @ a * (ALPHA / RANK)
+        sums[1][f"{module}.weight"] = (weight + ALPHA / RANK * b.double() @ a.double()).float()
+    assert compare_weights(lora, stored("peft", {**BASE, **sums[0]})).same
+    report = compare_weights(lora, stored("other", {**BASE, **sums[1]}))
+    assert report.same and "merged" in [relation.name for relation in report.relations]
+
+
 def test_two_adapters_by_their_products(stored):
     """Other factors of one product are the same adapter; another alpha is a multiple of it."""
     turn = torch.linalg.qr(draw(RANK, RANK, seed=3))[0]
@@ -135,8 +151,19 @@ def adapter(stored, llama, tmp_path):
         factors[module] = a, b
         whole = tensors[f"{module}.weight"].float() + ALPHA / RANK * b @ a
         tensors[f"{module}.weight"] = whole.to(tensors[f"{module}.weight"].dtype)
+    # of embeddings PEFT stores the base's own too
+    place = stored("small", factors, r=RANK, base_model_name_or_path=str(llama))
+    name = "model.embed_tokens"
+    table = tensors[f"{name}.weight"]
+    a = draw(RANK, len(table), seed=90, size=0.1)
+    b = draw(table.shape[1], RANK, seed=91, size=0.1)
+    more = {"base_layer.weight": table, "lora_embedding_A": a, "lora_embedding_B": b}
+    file = place / "adapter_model.safetensors"
+    more = {f"base_model.model.{name}.{part}": tensor for part, tensor in more.items()}
+    save_file(load_file(file) | more, file)
+    tensors[f"{name}.weight"] = (table.float() + ALPHA / RANK * (b @ a).T).to(table.dtype)
     save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
-    return stored("small", factors, r=RANK, base_model_name_or_path=str(llama)), merged
+    return place, merged
 
 
 @pytest.mark.slow
@@ -149,6 +176,7 @@ def test_an_adapter_is_captured_merged_into_its_base(adapter, llama, tmp_path, i
     assert text == f"LoRA, rank 4, alpha 8, merged into {llama}"
     assert text in " ".join(invoke("inspect", a.path)[1].split())
     b = capture(merged, out=tmp_path / "b", **options)
+    assert compare_weights(place, b.path).same and compare_weights(place, merged).same
     verdict = compare(a, b).verdict
     assert verdict.kind in ("identical", "within_floor")
     base = compare(a, capture(llama, out=tmp_path / "c", **options)).verdict

@@ -1019,6 +1019,7 @@ def _tokens_of(
     is repeated. ``media`` takes what their pictures and sound are."""
     left = loaded.task == "causal-lm" and not request.pad_right
     if request.like is None:
+        media.check_read([not prompt.media for prompt in request.prompts])
         samples = tokenize(
             request.prompts, loaded.tokenizer, chat=request.chat, process=media.process
         )

@@ -603,7 +603,7 @@ def test_a_model_of_pictures_or_sound_alone_says_so(tmp_path, name, config, read
     """Its files are whole; what its processor makes of a file runs it."""
     getattr(hf, name)(config).save_pretrained(tmp_path / "m")
     with pytest.raises(ModelError, match=f"reads {reads}, and prompts hold text") as error:
-        capture(tmp_path / "m", out=tmp_path / "a", prompts=[[1, 2]])
+        capture(tmp_path / "m", out=tmp_path / "a", prompts=["no tokenizer lies there"])
     assert "inputs=" in str(error.value.hint)
 
 

@@ -11,7 +11,7 @@ from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes
 from divergence.domains.importing.survey import Survey
 from divergence.errors import DumpError
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import UNKNOWN, Manifest, ModuleNote, ModuleRole, Plan
+from divergence.run.manifest import UNKNOWN, Manifest, ModuleNote, ModuleRole, Plan, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.scores import foreign_manifest
@@ -171,15 +171,12 @@ def _common_tensor(ranks: list[Dumped]) -> torch.Tensor | None:
         kept = [(item.summary, item.checksum, item.tensor.shape) for item in ranks]
         return ranks[0].tensor if all(other == kept[0] for other in kept[1:]) else None
     first = ranks[0].value().contiguous()
-    for other in ranks[1:]:
-        tensor = other.value().contiguous()
-        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-            return None
-        if first.numel() and not torch.equal(
-            tensor.reshape(-1).view(torch.uint8), first.reshape(-1).view(torch.uint8)
-        ):
-            return None
-    return first
+    same = all(
+        (other.shape, other.dtype) == (first.shape, first.dtype)
+        and digest_tensor(other) == digest_tensor(first)
+        for other in (item.value() for item in ranks[1:])
+    )
+    return first if same else None
 
 
 def _handed_on(like: Run, surveyed: Survey) -> dict[str, str]:

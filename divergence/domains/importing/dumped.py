@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,16 +102,22 @@ def first_missing(numbers: Container[int]) -> int:
     return next(number for number in itertools.count() if number not in numbers)
 
 
-def check_ranks(steps: Mapping[int, Iterable[int]], where: str, num: int = 0) -> None:
-    """Every step is to have the same ranks, from 0 on, and ``num`` at least. Raises DumpError."""
+def check_ranks(
+    steps: Mapping[int, Iterable[int]],
+    where: str,
+    num: int = 0,
+    called: Callable[[int], str] = "rank {}".format,
+) -> None:
+    """Every step is to have the same ranks, from 0 on, and ``num`` at least. Raises DumpError.
+    ``called``: what the dump calls a rank."""
     hint = "copy the files of all ranks together"
     ranks = {rank for there in steps.values() for rank in there}
     if (missing := first_missing(ranks)) < max(num, *ranks):
-        raise DumpError(f"rank {missing} is missing", where=where, hint=hint)
+        raise DumpError(f"{called(missing)} is missing", where=where, hint=hint)
     for step, there in steps.items():
         if lacking := ranks.difference(there):
             raise DumpError(
-                f"rank {min(lacking)} is missing at step {step}", where=where, hint=hint
+                f"{called(min(lacking))} is missing at step {step}", where=where, hint=hint
             )
 
 

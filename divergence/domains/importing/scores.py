@@ -241,10 +241,8 @@ def import_scores(
     for scores, where in prompts:
         scores.tensors(where)
     if like is not None:
-        samples, alone = (
-            like.manifest.tokens.samples,
-            "leave --like out to import the file as it is",
-        )
+        samples = like.manifest.tokens.samples
+        alone = "leave --like out to import the file as it is"
         if len(samples) != len(prompts):
             raise DumpError(
                 f"{len(prompts)} prompts, and {like.path} has {len(samples)}", hint=alone

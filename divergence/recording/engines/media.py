@@ -48,6 +48,7 @@ class Media:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        self._main = getattr(loaded.structure, "main_input_name", "input_ids")
         self._processor: Any = None
         self._lengths: dict[int, int] = {}
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
@@ -59,13 +60,15 @@ class Media:
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
+    def check_read(self, are_text: Sequence[bool]) -> None:
+        """Raises ModelError for a model that does not read prompts of text alone, as these are."""
+        if self._main in NO_TEXT and any(are_text):
+            raise _unread(self._loaded, are_text.index(True))
+
     def check(self, request: Request, samples: Sequence[SampleTokens]) -> None:
-        """Raises UsageError for what such prompts cannot be run with, and ModelError for a model
-        that reads none of the prompts as they are."""
-        main = getattr(self._loaded.structure, "main_input_name", "input_ids")
-        text_alone = [n for n in range(len(samples)) if main not in self._tensors.get(n, {})]
-        if main in NO_TEXT and text_alone:
-            raise _unread(self._loaded, text_alone[0])
+        """Raises UsageError for what such prompts cannot be run with, and what ``check_read``
+        does."""
+        self.check_read([self._main not in self._tensors.get(n, {}) for n in range(len(samples))])
         asked = {
             "--train": request.stepping,
             "--prefill-chunk": request.prefill_chunk,
@@ -143,8 +146,7 @@ class Media:
         """The prompt's tokens, of which the processor made room for pictures and sound. Raises
         PromptError, and ModelError for a model without a processor."""
         loaded = self._loaded
-        main = getattr(loaded.module, "main_input_name", "input_ids")
-        speaks = loaded.task == "encoder-decoder" and main in NO_TEXT
+        speaks = loaded.task == "encoder-decoder" and self._main in NO_TEXT
         if not (speaks or loaded.task == "causal-lm"):
             raise _unread(loaded, number)
         if self._processor is None:

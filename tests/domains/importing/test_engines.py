@@ -178,6 +178,15 @@ def test_other_prompts_block_the_comparison(captured, tmp_path):
     assert "the prompts differ" in report.verdict.summary
 
 
+def test_what_enters_a_norm_comes_before_what_it_makes(captured, faulty, tmp_path):
+    """Of two dumps of hooks, which see no block: its fault is not the norm's behind it."""
+    runs = []
+    for name, run in (("a", captured), ("b", faulty)):
+        write_sglang(run, tmp_path / name)
+        runs.append(import_dump(tmp_path / name, out=tmp_path / f"run-{name}"))
+    assert compare(*runs).verdict.onset.site == "model.layers.1:out"
+
+
 def test_layers_of_two_parts(captured, tmp_path):
     """Versions that keep a block's own output give (update, residual): their sum is it."""
 
@@ -242,10 +251,10 @@ def test_names_of_the_dumpers_author(captured, tmp_path, told):
 @pytest.mark.parametrize(
     ("layout", "pattern", "words"),
     [
-        ("sglang", "TP0*/Pass00001.pt", "rank 0 is missing at step 1"),
-        ("sglang", "TP0*/*", "rank 0 is missing"),
+        ("sglang", "TP0*/Pass00001.pt", "TP0 PP0 is missing at step 1"),
+        ("sglang", "TP0*/*", "TP0 PP0 is missing"),
         ("sglang-dumper", "*/step=1___*", "step 1 is missing"),
-        ("sglang-dumper", "*/*___rank=1___*", "rank 1 is missing, of 2"),
+        ("sglang-dumper", "*/*___rank=1___*", "rank 1 is missing"),
         ("sglang-dumper", "*/step=2___rank=1___*", "rank 1 is missing at step 2"),
         ("msprobe", "step1/*/dump.json", "without dump.json"),
         ("msprobe", "step1/*/*", "step 1 is missing"),

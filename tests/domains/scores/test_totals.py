@@ -54,6 +54,8 @@ def test_lm_evals_results_without_samples(tmp_path):
     assert task.low == pytest.approx(-0.098 - 1.96 * 0.0190, abs=1e-3)
     assert "without pairs" in report.candidates[0].summary
     assert "lm_eval --log_samples" in task.notes[0] and "0.0062" in task.notes[0]
+    named = [next(side.iterdir()).rename(tmp_path / f"{side.name}.json") for side in (a, b)]
+    assert only_task(scores(*named)).verdict == "worse"
 
 
 def test_small_differences_stay_undecided(tmp_path):

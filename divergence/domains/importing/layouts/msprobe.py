@@ -32,7 +32,7 @@ from divergence.domains.importing.dumped import (
     module_site,
 )
 from divergence.domains.importing.layouts import Layout, holding
-from divergence.domains.importing.layouts.statistics import kept_of
+from divergence.domains.importing.layouts.statistics import kept_of, told_by
 from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
@@ -207,10 +207,7 @@ def _kept(site: str, leaf: dict[str, Any], rank: int) -> Dumped | None:
         shape,
         str(leaf["dtype"]),
         rank=rank,
-        low=leaf.get("Min"),
-        high=leaf.get("Max"),
-        mean=leaf.get("Mean"),
-        norm=leaf.get("Norm"),
+        **told_by(leaf, "Min", "Max", "Mean", "Norm"),
         num_nan=int(leaf.get("is_nan") == 1),
         checksum=checksum,
     )

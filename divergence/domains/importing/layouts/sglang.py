@@ -113,7 +113,12 @@ def _passes(folder: DumpFolder) -> list[dict[int, str]]:
     passes: dict[int, dict[int, str]] = {}
     for number, (pp, tp), name in sorted(files):
         passes.setdefault(number, {})[pp * num_tp + tp] = name
-    check_ranks(passes, str(folder.path), num_pp * num_tp)
+    check_ranks(
+        passes,
+        str(folder.path),
+        num_pp * num_tp,
+        called=lambda rank: f"TP{rank % num_tp} PP{rank // num_tp}",
+    )
     if (missing := first_missing(passes)) < len(passes):
         raise DumpError(
             f"Pass{missing:05d}.pt is missing",
@@ -166,13 +171,12 @@ def _sites(key: str, value: Any, last: str | None) -> Iterator[_Found]:
     if is_pair and BLOCK.fullmatch(key):
         yield module_site(path, "out"), parts[0], parts[1]
         return
+    if is_pair and adds_residual(key):  # what entered the norm comes before what it made of it
+        for site in (*_around(key, last), module_site(path, "in")):
+            yield site, parts[1], None
+        parts = parts[:1]
     for number, part in enumerate(parts):
-        if not (is_pair and number and adds_residual(key)):
-            yield module_site(path, f"out.{number}" if number else "out"), part, None
-            continue
-        yield module_site(path, "in"), part, None
-        for site in _around(key, last):
-            yield site, part, None
+        yield module_site(path, f"out.{number}" if number else "out"), part, None
 
 
 def _around(key: str, last: str | None) -> list[str]:
@@ -181,7 +185,7 @@ def _around(key: str, last: str | None) -> list[str]:
     match = BLOCK.fullmatch(block)
     if match is not None and name in ("input_layernorm", "ln_1", "attention_norm"):
         before = f"{block[: match.start(1)]}{int(match[1]) - 1}"
-        return [module_site(block, "in"), module_site(before, "out")]
+        return [module_site(before, "out"), module_site(block, "in")]
     if match is None and last is not None and name in ("norm", "ln_f", "final_layernorm"):
         return [module_site(last, "out")]
     return []
@@ -259,12 +263,8 @@ def _value_of(folder: DumpFolder, name: str, ranks: set[int], notes: Notes) -> t
     if isinstance(value, dict) and value.keys() >= {"value", "meta"}:
         value, meta = value["value"], value["meta"]
     size = meta.get("world_size") if isinstance(meta, dict) else None
-    if isinstance(size, int) and (missing := first_missing(ranks)) < size:
-        raise DumpError(
-            f"rank {missing} is missing, of {size}",
-            where=folder.where(name),
-            hint="copy the files of all ranks",
-        )
+    if isinstance(size, int):
+        check_ranks({0: ranks}, folder.where(name), size)
     if isinstance(value, torch.Tensor):
         return value
     notes.add("were no tensors, and left out")

@@ -230,7 +230,7 @@ def _header(folder: DumpFolder, name: str) -> list[str]:
     return [field.strip() for field in next(csv.reader([line]), [])]
 
 
-def _told_by(
+def told_by(
     row: Mapping[str, Any], low: str, high: str, mean: str, norm: str = "", std: str = ""
 ) -> dict[str, Any]:
     """A row's statistics under the names by which ``kept_of`` takes them."""
@@ -279,7 +279,7 @@ def _read_atb(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterator
                 _sizes(row.get("Shape", "")),
                 row["Dtype"],
                 rank=list(devices).index(device),
-                **_told_by(row, "Min", "Max", "Mean", "Norm"),
+                **told_by(row, "Min", "Max", "Mean", "Norm"),
             )
             # what enters an operator comes before what is inside it, what leaves it behind that
             place = *ids, -1 if side == "in" else math.inf
@@ -336,7 +336,7 @@ def _read_titan(folder: DumpFolder, rules: Rules | None, notes: Notes) -> Iterat
                     continue
                 site, rank = module_site(title.replace("/", "."), "out"), int(match["rank"] or 0)
                 shape, dtype = _sizes(fields.get("Shape", "")), fields.get("Dtype", "")
-                figures = _told_by(fields, "Min", "Max", "Mean", "L2 norm")
+                figures = told_by(fields, "Min", "Max", "Mean", "L2 norm")
                 yield 0, where, kept_of(site, shape, dtype, rank=rank, **figures)
 
     yield from _forwards(folder, rows(), notes)
@@ -431,7 +431,7 @@ def _read_compared(
                 module_site(path or ".", f"{'in' if what == 'inputs' else 'out'}{port}"),
                 shape if isinstance(shape, list) else None,
                 str(own_name.get("dtype")),
-                **_told_by(stats, "min", "max", "mean", std="std"),
+                **told_by(stats, "min", "max", "mean", std="std"),
             )
             if dumped is not None:
                 dumped = replace(dumped, apart=_told(item, _relative_of(item)))
@@ -463,7 +463,7 @@ def _compared_rows(
                 module_site(path, named, int(call_ or 1)),
                 shape,
                 row[f"{side} Dtype"],
-                **_told_by(row, *(f"{side} {name}" for name in ("min", "max", "mean", "l2norm"))),
+                **told_by(row, *(f"{side} {name}" for name in ("min", "max", "mean", "l2norm"))),
                 checksum=f"crc32:{code}" if re.fullmatch("[0-9a-f]{8}", code) else None,
             )
             if dumped is not None:

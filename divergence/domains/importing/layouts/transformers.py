@@ -21,7 +21,7 @@ import torch
 
 from divergence.domains.importing.dumped import Dumped, DumpedForward, Notes, leaves, module_site
 from divergence.domains.importing.layouts import Layout, holding
-from divergence.domains.importing.layouts.statistics import kept_of, with_digits
+from divergence.domains.importing.layouts.statistics import kept_of, told_by, with_digits
 from divergence.domains.importing.rules import Rules
 from divergence.errors import DumpError
 from divergence.run.foreign import DumpFolder
@@ -84,14 +84,11 @@ def _sites(tree: Any, kind: str, where: str) -> tuple[dict[str, str], list[Dumpe
             file = leaf.get("value")
             if not isinstance(file, str):
                 site = module_site(path, name)
-                ends = {"low": leaf.get("min"), "high": leaf.get("max")}
                 kept = kept_of(
                     site,
                     [int(size) for size in re.findall(r"\d+", str(leaf["shape"]))],
                     str(leaf["dtype"]),
-                    mean=leaf.get("mean"),
-                    std=leaf.get("std"),
-                    **ends,
+                    **told_by(leaf, "min", "max", "mean", std="std"),
                 )
                 if kept is not None:
                     printed.setdefault(site, kept)

@@ -71,7 +71,8 @@ def _tables(
 
 
 def _lm_eval_names(folder: DumpFolder) -> list[str]:
-    return [name for name in folder.names if RESULTS.fullmatch(PurePosixPath(name).name)]
+    names = [name for name in folder.names if RESULTS.fullmatch(PurePosixPath(name).name)]
+    return names or [name for name, _ in _tables(folder, "results", "configs", most=_FIRST)]
 
 
 def _read_lm_eval(folder: DumpFolder, reading: ReadRequest, evaluation: Evaluation) -> None:

@@ -61,7 +61,7 @@ def added() -> dict[str, type[msgspec.Struct]]:
 
 
 SHOWN = """
-    Report Verdict Onset Check Fact SiteResult TruthDiff TokensResult TokenDifference Coverage
+    Report Verdict Onset Check Fact SiteResult TruthDiff TokensResult Coverage
 """.split()
 """Types that stand on the page, in their order; the others stand in the schema alone."""
 

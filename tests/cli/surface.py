@@ -89,13 +89,12 @@ def frozen() -> dict[Path, dict[str, list[dict[str, Any]]]]:
 
 def docs_text() -> str:
     """docs/commands.md: the help of every command as Markdown."""
-    names = [f"[`{name}`](#divergence-{name})" for name in commands() if name]
     parts = [
         "# Commands\n",
-        "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
-        f"{', '.join(names)}. Options of several commands stand "
-        "[at the end](#options-of-several-commands). The first clause of each stands here; "
-        "`divergence COMMAND --help` has all of it, with examples and exit codes.\n",
+        "Made from `--help` by `python tests/cli/surface.py`.\n",
+        "Options of several commands stand [at the end](#options-of-several-commands). "
+        "The first clause of each stands here; `divergence COMMAND --help` has all of it, "
+        "with examples and exit codes.\n",
     ]
     uses = Counter(_option(row) for command in commands().values() for row in describe(command))
     shared = {row for row, number in uses.items() if number >= 2 and row.startswith("- `-")}

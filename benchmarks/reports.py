@@ -166,10 +166,7 @@ def page(results: list[Result]) -> str:
             cause = f"{result.case.report}: {result.case.cause}"
             rows.setdefault((cause, _shown(result).kind, result.grade), []).append(result)
         times = Counter(about for about, _, _ in rows)
-        previous = None
-        for (about, _, _), each in rows.items():
-            lines.append(_row("the same" if about == previous else about, each, times[about]))
-            previous = about
+        lines += [_row(about, each, times[about]) for (about, _, _), each in rows.items()]
     return "\n".join(lines) + "\n"
 
 

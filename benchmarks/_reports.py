@@ -31,7 +31,8 @@ from divergence import capture, compare, localize, truth
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.result import Localization
-from divergence.report.localization import localization_lines
+from divergence.report.localization import localization_document
+from divergence.report.text import document_lines
 
 __all__ = [
     "CLASSES",
@@ -249,7 +250,7 @@ def of_report(way: str, report: Report) -> Answer:
 
 
 def _of_localization(done: Localization) -> Answer:
-    text = [line.text for line in localization_lines(done)]
+    text = [line.text for line in document_lines(localization_document(done))]
     kind = text[0].partition(":")[0].strip().lower()
     deepest = next((level for level in reversed(done.levels) if level.site is not None), None)
     side, place = done.side, "" if deepest is None else deepest.site or ""

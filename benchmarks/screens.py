@@ -36,7 +36,7 @@ ELSEWHERE = re.compile(
     r" machine"
 )
 """What says that a command wants another machine."""
-EXAMPLES = ("--help", "compare --help", "demo ")
+EXAMPLES = ("--help", "compare --help")
 """Questions whose answers show commands that nobody offers."""
 
 

@@ -35,7 +35,8 @@ from transformers import (  # noqa: E402
 import divergence  # noqa: E402
 from divergence.experiments import tiny  # noqa: E402
 from divergence.layout import print_lines  # noqa: E402
-from divergence.report.localization import localization_lines  # noqa: E402
+from divergence.report.localization import localization_document  # noqa: E402
+from divergence.report.text import document_lines  # noqa: E402
 
 STEPS, EVERY = 400, 100
 PROMPTS = ["the model of a machine", "one step of training", "every gradient has a place"]
@@ -151,7 +152,7 @@ def main() -> None:
             out=work / "down",
             prepare_candidate=on_vendor,
         )
-        print_lines(localization_lines(found))
+        print_lines(document_lines(localization_document(found)))
         narrow = ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--learning-rate", "1e-4"]
         words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         show(

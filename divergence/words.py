@@ -146,15 +146,13 @@ _OBEYED = re.compile(r"[^\w .,:;()/+%='-]|_|:(?=/)|(?<=www)\.", re.IGNORECASE)
 """Marks, tags, links and addresses: all that is no letter, digit or plain sign."""
 
 
-def markdown_text(text: str) -> str:
-    """``text`` on one line, with each character that Markdown or HTML could obey as a number. For
-    use in an HTML element: alone, GitHub would still see mentions in it."""
-    return _OBEYED.sub(lambda match: f"&#{ord(match[0])};", printable(text))
-
-
 def markdown_code(text: str) -> str:
-    """One line of code in HTML, which shows ``text`` and does nothing else."""
-    return f"<code>{markdown_text(text)}</code>"
+    """``text`` as a line of code, in which Markdown obeys nothing: no tag, link, mention or end of
+    a table's cell. What would end a span of code stands in HTML, each such character a number."""
+    plain = printable(text).strip() or "-"
+    if "`" not in plain and "|" not in plain:
+        return f"`{plain}`"
+    return f"<code>{_OBEYED.sub(lambda match: f'&#{ord(match[0])};', plain)}</code>"
 
 
 _LONG = 9999.5

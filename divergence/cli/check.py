@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from divergence.cli.answers import exit_with, progress_bars, show, show_document
+from divergence.cli.answers import answer_json, exit_with, progress_bars, show, show_document
 from divergence.cli.compare import HTML, show_report
 from divergence.cli.signature import settings
 from divergence.errors import DivergenceError, UsageError
@@ -95,7 +95,6 @@ def check(
     if bless:
         from divergence.gate import golden as goldens
         from divergence.report.checking import blessing_documents
-        from divergence.report.environment import blessing_json
 
         def agree(blessing: Any) -> bool:
             question = document_lines(*blessing_documents(blessing, asked=True))
@@ -116,10 +115,12 @@ def check(
                 progress=progress,
             )
         if output.json:
-            show(blessing_json(blessing))
+            show(answer_json(blessed=blessing))
         elif not output.quiet:
             print_lines(document_lines(*blessing_documents(blessing)))
         return
+
+    from msgspec.structs import asdict
 
     from divergence.gate.check import check
     from divergence.report.checking import (
@@ -128,7 +129,6 @@ def check(
         checked_page,
         stopped_page,
     )
-    from divergence.report.environment import check_json
 
     try:
         with progress_bars(quiet=output.silent) as progress:
@@ -156,7 +156,9 @@ def check(
     with sinks.fence():
         if output.json or output.quiet:
             brief = check_document(result, brief=True)
-            show_document(brief, output, json=lambda: check_json(result))
+            parts = asdict(result)
+            del parts["remarks"]  # its notes say them in words
+            show_document(brief, output, json=lambda: answer_json(**parts))
         else:
             documents = check_documents(result, verbose=output.verbose)
             print_lines(document_lines(*documents, verbose=output.verbose))

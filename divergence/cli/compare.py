@@ -284,7 +284,7 @@ def _show_matrix(matrix: Matrix, output: Output, *, every: bool) -> None:
     from divergence.report.matrix import matrix_document
     from divergence.report.summary import report_lines
 
-    document = matrix_document(matrix, all_runs=every, brief=output.quiet)
+    document = matrix_document(matrix, all_runs=every)
     show_document(document, output, json=partial(matrix.to_json, indent=2))
     for row in matrix.rows if output.verbose and not output.json else ():
         if row.report is not None:

@@ -188,7 +188,13 @@ def compare(
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-        report = replaced(report, remarks=[*report.remarks, *notes])
+        without = fact("with_model_without_floor")
+        commands = [
+            replaced(each, note=without) if each.name == "localize" else each
+            for each in report.verdict.commands
+        ]
+        verdict = replaced(report.verdict, commands=commands)
+        report = replaced(report, remarks=[*report.remarks, *notes], verdict=verdict)
     truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
     if truths[0] != truths[1]:  # it judges other runs, and none is captured like it
         pair, judge = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
@@ -264,10 +270,14 @@ def measure_runs(
     measured = replace(measured, operators=numbers_of("operators", measured))
     if not alignment.pairs and measured.operators is None:
         reason = why_nothing(alignment)
+        hints = ["--map FILE, if they mean the same"] * (reason.code == "align.first_sites")
+        if any(line.status == "blocking" for line in lines):
+            again = command("compare", a.path, b.path).text
+            hints.append(f"{again} says what stops the comparison, and what to run")
         raise IncomparableError(
             f"nothing was compared: {sentence(reason)}",
             where=f"{a.path} and {b.path}",
-            hint="--map FILE, if they mean the same" * (reason.code == "align.first_sites") or None,
+            hint=tuple(hints) or None,
         )
     if escalated:  # the records that these are of were compared after all
         used = {(r.sample, r.step, r.site) for r in escalated if r.of != "reference"}

@@ -618,6 +618,7 @@ SENTENCES: Mapping[str, str] = {
     # commands
     "on_machine": "on {side:letter}'s machine",
     "with_model": "on a machine with the model",
+    "with_model_without_floor": "on a machine with the model; it takes no --floor",
     "all_positions": "on A's machine: its prompts, all token positions",
     "shown_without_model": "a script that shows it without the model",
     "with_references_model": ("on B's machine, with A's model (--model PATH if it lies elsewhere)"),

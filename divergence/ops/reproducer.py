@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from divergence.comparison.arithmetic import is_about
+from divergence.document import Column, Table
 from divergence.errors import FaultError, RunExistsError, RunWriteError, UsageError
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.ulp import NAN_DISTANCE, ulp_distance
@@ -50,7 +51,7 @@ from divergence.output import write_output
 from divergence.recording.code import global_names
 from divergence.recording.machine import resolve_device
 from divergence.run.command import command_line
-from divergence.run.manifest import Environment, Manifest, digest_tensor
+from divergence.run.manifest import Manifest, digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import (
     Call,
@@ -61,7 +62,7 @@ from divergence.run.record import (
 )
 from divergence.run.site import did_you_mean, is_operator_site, module_of, natural_key
 from divergence.run.storage import folder_of
-from divergence.words import Progress, printable, silent
+from divergence.words import Progress, markdown_code, silent
 
 # What a script is made of: a run's values as Python source, and functions of domains.
 #
@@ -682,7 +683,6 @@ class RunSide:
 
 Values = Sequence[tuple[str, torch.Tensor | None]]
 """(whose, its result) of each side, and of float64."""
-Rows = Sequence[tuple[str, Sequence[str | None]]]
 _NEAR = 1.5  # of the error of storing the truth once
 
 
@@ -741,70 +741,77 @@ def report_text(
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
     computed it, as markdown, or None where there is none. ``called``, ``values``: as in
     ``title_of``."""
-    title = title_of(call, sides, stores, shown=code_span, called=called, values=values)
+    title = title_of(call, sides, stores, shown=markdown_code, called=called, values=values)
     offs = []
     for side in sides:
         difference = side.from_truth.get("out")
         if difference is not None:
             ulp = "" if difference.max_ulp is None else f", max {difference.max_ulp:,} ulp"
             offs.append(
-                f"{code_span(side.label)} is off from float64 by rel L2 {difference.rel_l2:.3g} "
-                f"(max abs {difference.max_abs:.3g}{ulp})."
+                f"{markdown_code(side.label)} is off from float64 by rel L2 "
+                f"{difference.rel_l2:.3g} (max abs {difference.max_abs:.3g}{ulp})."
             )
     summary = [" ".join(offs), "", f"The float64 truth was {truth}."]
     if truth is None:
         summary = ["There is no float64 result to hold it against: the operator has none here."]
     lines = [f"# {title}", "", *summary, ""]
-    called = "" if call.source is None else f", called from {code_span(call.source)}"
+    called = "" if call.source is None else f", called from {markdown_code(call.source)}"
     lines += [
         "## Operator",
         "",
-        f"{code_span(call.operator)}, recorded at {code_span(site)}, {where}{called}.",
+        f"{markdown_code(call.operator)}, recorded at {markdown_code(site)}, {where}{called}.",
         "",
     ]
-    lines += ["| input | dtype | shape | strides | address mod 64 |", "|---|---|---|---|---|"]
-    for name, operand in zip(operand_names(call), call.operands, strict=True):
-        strides = "contiguous" if operand.stride is None else _tuple(operand.stride)
-        lines.append(
-            f"| {code_span(name)} | {code_span(operand.dtype)} | {_tuple(operand.shape)} | "
-            f"{strides} | {operand.misalignment_bytes} |"
-        )
+    operands = zip(operand_names(call), call.operands, strict=True)
+    inputs = Table(
+        columns=(
+            "input",
+            "dtype",
+            Column("shape", _tuple, own=True),
+            Column("strides", _tuple, "contiguous", own=True),
+            Column("address mod 64", own=True),
+        ),
+        rows=[(name, o.dtype, o.shape, o.stride, o.misalignment_bytes) for name, o in operands],
+    )
+    lines += inputs.markdown()
     scalars = {n: v for n, v in call.arguments.items() if not operand_indices(call, n)}
     if scalars:
         text = ", ".join(
-            f"{code_span(name)} = {code_span(scalar_words(value))}"
+            f"{markdown_code(name)} = {markdown_code(scalar_words(value))}"
             for name, value in scalars.items()
         )
         lines += ["", f"Other arguments: {text}."]
-    lines += [
-        "",
-        "## Measured",
-        "",
-        "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows: list[tuple[object, ...]] = []
     for port in sides[0].from_truth:
         for number, side in enumerate(sides):
             against = [("float64", side.from_truth.get(port))]
             if number:
-                against.append((code_span(sides[0].label), side.from_first.get(port)))
+                against.append((sides[0].label, side.from_first.get(port)))
             for whose, difference in against:
                 if difference is not None:
-                    ulp = "-" if difference.max_ulp is None else f"{difference.max_ulp:,}"
-                    lines.append(
-                        f"| {code_span(port)} | {code_span(side.label)} | {whose} | "
-                        f"{difference.rel_l2:.4g} | {difference.max_abs:.4g} | {ulp} | "
-                        f"{difference.num_different:,} of {difference.numel:,} |"
-                    )
+                    sizes = difference.rel_l2, difference.max_abs, difference.max_ulp
+                    differ = f"{difference.num_different:,} of {difference.numel:,}"
+                    rows.append((port, side.label, whose, *sizes, differ))
         if stores.get(port) is not None:
-            lines.append(
-                f"| {code_span(port)} | float64, rounded once to the result's dtype | float64 | "
-                f"{stores[port]:.4g} | | | |"
-            )
-    envs = [_environment(side.manifest.environment, side.manifest) for side in sides]
+            rounded = "float64, rounded once to the result's dtype"
+            rows.append((port, rounded, "float64", stores[port], None, None, None))
+    columns: tuple[Column | str, ...] = (
+        "result",
+        "side",
+        "held against",
+        *(Column(name, "{:.4g}".format, own=True) for name in ("rel L2", "max abs")),
+        Column("max ulp", "{:,}".format, own=True),
+        Column("elements that differ", own=True),
+    )
+    lines += ["", "## Measured", "", *Table(columns=columns, rows=rows).markdown()]
+    envs = [
+        side.manifest.environment.facts
+        | {"deterministic": "yes" if side.manifest.settings.deterministic else "no"}
+        for side in sides
+    ]
     names = dict.fromkeys(name for environment in envs for name in environment)
-    rows = [(name, [env.get(name) for env in envs]) for name in names]
-    lines += ["", "## Environment", "", *_side_by_side(" ", sides, rows)]
+    machines = [(name, *(env.get(name) for env in envs)) for name in names]
+    lines += ["", "## Environment", "", *_side_by_side("", sides, machines)]
     facts = _facts(call, sides)
     if facts:
         lines += ["", "## Arithmetic of this operation, as probed", "", *facts]
@@ -820,34 +827,18 @@ def report_text(
     ]
     lines.append(
         "`inputs.safetensors` holds the inputs bit by bit, `expected.safetensors` what "
-        f"{code_span(sides[0].label)} gave"
+        f"{markdown_code(sides[0].label)} gave"
         + (", `truth.safetensors` the same operator in float64." if truth is not None else ".")
     )
     return "\n".join(lines) + "\n"
 
 
-def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str]:
+def _side_by_side(
+    corner: str, sides: Sequence[RunSide], rows: Sequence[tuple[str | None, ...]]
+) -> list[str]:
     """A table with a column for each side."""
-    return [
-        f"|{corner}| " + " | ".join(code_span(side.label) for side in sides) + " |",
-        "|---|" + "---|" * len(sides),
-        *(f"| {name} | " + " | ".join(value or "-" for value in row) + " |" for name, row in rows),
-    ]
-
-
-def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
-    rows = {
-        "device": f"{environment.device_type}: {environment.device_name}",
-        "driver": environment.driver or "-",
-        "runtime": environment.runtime or "-",
-        "CPU": f"{environment.cpu} ({environment.cpu_capability})",
-        "threads": str(environment.num_threads),
-        "platform": f"{environment.platform}, Python {environment.python}",
-        **{name: environment.versions[name] for name in sorted(environment.versions)},
-        **{name: environment.variables[name] for name in sorted(environment.variables)},
-        "deterministic": "yes" if manifest.settings.deterministic else "no",
-    }
-    return {code_span(name): code_span(value) for name, value in rows.items()}
+    columns = (corner, *(markdown_code(side.label) for side in sides))
+    return Table(columns=columns, rows=rows).markdown()
 
 
 def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
@@ -858,22 +849,15 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
     for number, side in enumerate(sides):
         for fact in side.manifest.arithmetic:
             if fact.verified and is_about(fact, call.operator, dtypes):
-                row = facts.setdefault(code_span(fact.name), [None] * len(sides))
-                row[number] = code_span(fact.value)
+                facts.setdefault(fact.name, [None] * len(sides))[number] = fact.value
     if not facts:
         return []
     rows = sorted(facts.items(), key=lambda item: len(set(item[1])) == 1)
-    return _side_by_side(" probe ", sides, rows)
+    return _side_by_side("probe", sides, [(name, *row) for name, row in rows])
 
 
 def _tuple(values: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, values)) + ")"
-
-
-def code_span(text: str) -> str:
-    """A run's words in a report: one line that ends no table cell and no span."""
-    plain = printable(text).replace("`", " ").replace("|", " ").strip()
-    return f"`{plain or '-'}`"
 
 
 # repro(): one recorded operator as a folder that runs anywhere, for a vendor's bug tracker.
@@ -1109,7 +1093,7 @@ def _truth(
             return (
                 tensors,
                 "computed by divergence "
-                f"{code_span(true_run.manifest.tool_version)}, in a run of its own",
+                f"{markdown_code(true_run.manifest.tool_version)}, in a run of its own",
             )
         notes.append(f"{true_run.path} does not hold this operator: the truth was computed here")
     if results is None:

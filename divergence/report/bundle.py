@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 
 from divergence.comparison.result import Report, strict_json
-from divergence.document import Column
+from divergence.document import Column, Table
 from divergence.errors import UsageError
 from divergence.experiments.result import Localization
 from divergence.layout import cut
-from divergence.report.environment import machine_of
 from divergence.report.localization import page_document
 from divergence.report.screen import screen_lines
 from divergence.report.summary import machine_tables, opening_of
@@ -155,7 +154,7 @@ def bundle_files(
         encoded[f"reproducer/{name}"] = data
     texts = {
         "README.md": _readme(report, machines, encoded),
-        "report.md": _markdown(report, machines, descent, sorted(encoded)),
+        "report.md": _markdown(report, machines, descent),
     }
     return {n: text.encode("utf-8", "backslashreplace") for n, text in texts.items()} | encoded
 
@@ -206,12 +205,9 @@ def _readme(report: Report, machines: Mapping[str, Environment], files: Mapping[
             "Neither the model nor divergence is needed.",
             "",
         ]
-    lines += ["## Files", "", "| file | what it is |", "|---|---|"]
-    lines += [
-        f"| {name} | {what} |"
-        for name, what in _CONTENTS.items()
-        if name == "report.md" or name in files
-    ]
+    rows = [item for item in _CONTENTS.items() if item[0] in ("report.md", *files)]
+    columns = (Column("file", own=True), Column("what it is", own=True))
+    lines += ["## Files", "", *Table(columns=columns, rows=rows).markdown()]
     lines += [
         "",
         "The runs themselves are not in here, and no weights. Paths, the names of the "
@@ -232,9 +228,7 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def _markdown(
-    report: Report, machines: Mapping[str, Environment], descent: object, files: list[str]
-) -> str:
+def _markdown(report: Report, machines: Mapping[str, Environment], descent: object) -> str:
     top = opening_of(report).headline
     lines = [f"# {top.word}", "", _code(top.text), "", "## The comparison", ""]
     lines += fenced_lines(screen_lines(report, more="report.json"))
@@ -248,15 +242,11 @@ def _markdown(
                 *fenced_lines(document_lines(page_document(result))),
             ]
     lines += ["## The machines", ""]
-    for table in machine_tables({name: machine_of(item) for name, item in machines.items()}):
+    for table in machine_tables({name: item.facts for name, item in machines.items()}):
         columns = [Column(title, _short) for title in table.titles]
         table = dataclasses.replace(table, columns=columns)
         lines += [f"{table.caption}:", "", *table.markdown(), ""]
-    lines += ["## In this bundle", ""]
-    lines += [f"- {_code(name)}" for name in files]
-    if any(name.startswith("reproducer/") for name in files):
-        lines += ["", "`python reproducer/repro.py` runs the operator alone, on recorded inputs."]
-    lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
+    lines.append(f"Made by `divergence bundle` {_code(report.tool_version)}.")
     return "\n".join(lines) + "\n"
 
 

@@ -280,7 +280,11 @@ def codequality_json(page: CheckPage) -> str:
         path = PurePath(golden).name or "golden"
     seen: dict[str, int] = {}
     issues = []
-    for check, text, site, severity in list(_issues(page))[:_MOST_ISSUES]:
+    failures = [(case, each) for case in page.bad for each in case.failures or (None,)]
+    for case, failure in failures[:_MOST_ISSUES]:
+        check, text, site = case.rule, case.text, ""
+        if failure is not None:
+            check, text, site = failure.rule, printable(failure.text), failure.site or ""
         key = f"{path}\n{check}\n{site}"
         seen[key] = seen.get(key, 0) + 1  # a site fails once in each pass, step and prompt
         issues.append(
@@ -288,19 +292,11 @@ def codequality_json(page: CheckPage) -> str:
                 "description": text,
                 "check_name": f"divergence.{check}",
                 "fingerprint": hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest(),
-                "severity": severity,
+                "severity": _severity(case),
                 "location": {"path": path, "lines": {"begin": 1}},
             }
         )
     return strict_json(issues)
-
-
-def _issues(page: CheckPage) -> Iterator[tuple[str, str, str, str]]:
-    for case in page.bad:
-        for failure in case.failures:
-            yield failure.rule, printable(failure.text), failure.site or "", _severity(case)
-        if not case.failures:
-            yield case.rule, case.text, "", _severity(case)
 
 
 def _severity(case: RuleOutcome) -> str:

@@ -12,18 +12,15 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from divergence.comparison.result import (
-    REPORT_SCHEMA_VERSION,
     LogitsDiff,
     NonfiniteCount,
     Report,
     SiteResult,
     TruthDiff,
-    strict_json,
 )
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.experiments.result import Selftest, StepStatus
@@ -38,36 +35,7 @@ from divergence.run.manifest import (
 )
 from divergence.words import count, grouped, list_names, printable, shortened
 
-# Reports for programs: strict, versioned JSON and CSV with full precision.
-#
-# JSON holds no nan and no inf, so those are the strings "nan", "inf" and "-inf".
-# Every document has ``schema_version``; keys are only ever added within a version.
-
-
-def check_json(result: Any) -> str:
-    """The answer of `check`, a CheckResult of divergence.gate.check.
-
-    Its report is the one that `compare --json` gives.
-    """
-    keys = (
-        "passed",
-        "num_ties",
-        "excused",
-        "known",
-        "notes",
-        "failures",
-        "policy",
-        "report",
-    )
-    answer = {key: msgspec.to_builtins(getattr(result, key)) for key in keys}
-    return strict_json({"schema_version": REPORT_SCHEMA_VERSION} | answer)
-
-
-def blessing_json(blessing: Any) -> str:
-    """The answer of `check --bless`, a Blessing of divergence.gate.golden."""
-    return strict_json(
-        {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
-    )
+# Reports for programs: CSV with full precision.
 
 
 def csv_columns() -> list[str]:
@@ -111,26 +79,6 @@ def report_csv(report: Report) -> str:
 _NAMED = 8  # operators in a line
 
 
-def machine_of(environment: Environment) -> dict[str, str]:
-    """What is known of a machine, by name."""
-    number = f" × {environment.num_devices}" if environment.num_devices > 1 else ""
-    fixed = {
-        "label": environment.label,
-        "device": f"{environment.device_type}: {environment.device_name}{number}",
-        "driver": environment.driver,
-        "runtime": environment.runtime,
-        "CPU": environment.cpu,
-        "instructions": environment.cpu_capability,
-        "threads": str(environment.num_threads),
-        "CPU model": environment.cpu_model,
-        "platform": environment.platform,
-        "Python": environment.python,
-    }
-    more = dict(sorted(environment.versions.items())) | environment.torch_build
-    every = fixed | more | environment.variables | fixed  # a variable may have a name of ours
-    return {name: text for name, text in every.items() if text}
-
-
 _LINES = (
     ("device", "driver", "runtime"),
     ("CPU", "instructions", "threads"),
@@ -140,8 +88,8 @@ _LINES = (
 
 
 def machine_facts(environment: Environment) -> list[tuple[str, str]]:
-    """The same on a few lines."""
-    machine = machine_of(environment)
+    """What is known of a machine, on a few lines."""
+    machine = environment.facts
     facts = []
     for first, *names in _LINES:
         rest = (f", {name} {machine[name]}" for name in names if name in machine)

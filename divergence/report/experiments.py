@@ -42,7 +42,7 @@ _WORDS = {
 
 def agreement(result: SelfcheckResult) -> tuple[str, str]:
     """The sentence, and its style."""
-    untold = [*result.with_status("undetermined"), *result.with_status("not_run")]
+    untold = result.with_status("undetermined", "not_run")
     rest = f"; {', '.join(way.name for way in untold)} could not be told" if untold else ""
     if result.diverged:
         names = ", ".join(f"{way.name} ({_place(way)})" for way in result.diverged)
@@ -65,9 +65,8 @@ def agreement(result: SelfcheckResult) -> tuple[str, str]:
     if not result.compared:
         return f"Nothing was compared{rest}.", "bold yellow"
     same, close = (len(result.with_status(name)) for name in ("identical", "within_floor"))
-    text = " and ".join(
-        [f"{same} bit-identical"] * bool(same) + [f"{close} to rounding"] * bool(close)
-    )
+    counts = ((same, "bit-identical"), (close, "to rounding"))
+    text = " and ".join(f"{number} {how}" for number, how in counts if number)
     style = "bold yellow" if untold else "bold green"
     of = count(same + close, "way")
     return f"This machine agrees with itself in {of} of running: {text}{rest}.", style
@@ -176,8 +175,15 @@ def sensitivity_document(result: Sensitivity) -> Document:
         detail="faults of growing size were planted in what B recorded, until compare saw them",
         body=[Figures(_size_plots(result)) if len(result.blocks) > 3 else None, *_sizes(result)],
     )
+    units = Table(
+        title="a size is a share of",
+        columns=("fault", "unit"),
+        rows=list(result.units.items()),
+        num_left=2,
+        bare=True,
+    )
     basis = Section(
-        id="basis", heading="What it rests on", body=[*_setup(result), _units(result)], verbose=True
+        id="basis", heading="What it rests on", body=[*_setup(result), units], verbose=True
     )
     notes = [named("note", note) for note in result.notes]
     other = "a run made here" if result.made_here else result.candidate.path
@@ -196,16 +202,6 @@ def sensitivity_document(result: Sensitivity) -> Document:
             Section(id="notes", heading="Notes", body=notes),
         ],
         next=result.next,
-    )
-
-
-def _units(result: Sensitivity) -> Table:
-    return Table(
-        title="a size is a share of",
-        columns=("fault", "unit"),
-        rows=list(result.units.items()),
-        num_left=2,
-        bare=True,
     )
 
 
@@ -245,7 +241,6 @@ def _blocks(result: Sensitivity) -> str:
 
 def _setup(result: Sensitivity) -> list[Sentence]:
     a, b = result.reference, result.candidate
-    tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
     made = "made here" if result.made_here else b.path
     runs = count(result.num_floor_runs, "trusted run")
     rows = [
@@ -254,11 +249,7 @@ def _setup(result: Sensitivity) -> list[Sentence]:
         ("truth", result.truth or "none: the two sides are held against a rounding model"),
         *([("floor", f"widened by {runs}")] if result.num_floor_runs else []),
         ("unplanted", f"{HEADLINES[result.verdict.kind]}: {result.verdict.summary}"),
-        (
-            "trials",
-            f"{result.num_trials:,} on recorded tensors of {tokens}, "
-            f"in {len(result.blocks)} of {count(blocks, 'block')}",
-        ),
+        ("trials", f"{result.num_trials:,} on recorded tensors"),
     ]
     return [named(*row) for row in rows]
 

@@ -54,7 +54,7 @@ from divergence.words import count, grouped, list_names, shape_text, shortened, 
 
 _OF_MODEL = ("  class", "  digest", "  attention", "  run by", "  as found")
 """Facts of a model that -v shows."""
-_MOST_OF_COMMAND = 160
+_MOST_OF_COMMAND = 86
 MAX_CODE = 12
 
 

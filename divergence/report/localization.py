@@ -11,8 +11,6 @@ from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence, sentence_behind
-from divergence.layout import Line
-from divergence.report.text import document_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter, limit_share, list_names, times
 
@@ -27,7 +25,15 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         ("truth", truth),
         ("runs in", result.out if result.repro is None else None),  # it lies there, too
     ]
-    sections = [descent_section(result, brief=not every)]
+    sided = result.side is not None
+    rows = [(level.level, _level(level, named=sided, brief=not every)) for level in result.levels]
+    descent = Section(
+        id="descent",
+        title="descent",
+        detail="from the block to the operator, and its proof",
+        body=[named(*row, indent=2, width=14) for row in (*rows, *_proof(result, brief=not every))],
+    )
+    sections = [descent]
     if result.report is not None:
         reasons = [item for level in result.levels for item in level.because]
         shown = [item for item in result.report.verdict.evidence if item not in reasons]
@@ -42,11 +48,6 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         sections=sections,
         next=[*result.commands, *again],
     )
-
-
-def localization_lines(result: Localization) -> list[Line]:
-    """The document for a terminal."""
-    return document_lines(localization_document(result))
 
 
 def page_document(result: Localization) -> Document:
@@ -110,19 +111,6 @@ def headline_of(result: Localization) -> Headline:
         untried = next(unmet, f"that takes {letter(result.side)}'s machine")
         facts.append(named("proven", f"not tried: {untried}"))
     return Headline(word, text, style, facts)
-
-
-def descent_section(result: Localization, *, brief: bool = False) -> Section:
-    """Level by level, and the proof. ``brief``: the place of each level, and what was written."""
-    sided = result.side is not None
-    rows = [(level.level, _level(level, named=sided, brief=brief)) for level in result.levels]
-    proof = _proof(result, brief=brief)
-    return Section(
-        id="descent",
-        title="descent",
-        detail="from the block to the operator, and its proof",
-        body=[named(*row, indent=2, width=14) for row in (*rows, *proof)],
-    )
 
 
 def _level(level: Level, *, named: bool, brief: bool) -> str:

@@ -6,7 +6,6 @@ not agree, and says how many were left out.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 
@@ -50,34 +49,15 @@ _COLUMNS = (
 )
 
 
-def matrix_document(
-    matrix: Matrix, *, all_runs: bool = False, page: bool = False, brief: bool = False
-) -> Document:
+def matrix_document(matrix: Matrix, *, all_runs: bool = False, page: bool = False) -> Document:
     """Show who is odd, and a row for each run. ``all_runs``: nothing is left out. ``page``: for a
-    page. ``brief``: the headline also tells what was not compared."""
-    top = headline_of(matrix)
-    if brief:
-        lacking = [f"{row.path}: {row.problem}" for row in matrix.rows if row.problem is not None]
-        facts = [named("not compared", text.replace("\n", "; ")) for text in lacking]
-        top = dataclasses.replace(top, facts=[*top.facts, *facts])
-    runs = _runs(matrix, every=all_runs, page=page)
-    sections = [runs, *_problems(matrix), *_among(matrix)]
+    page."""
+    sections = [_runs(matrix, every=all_runs, page=page), *_among(matrix)]
     reports = [row.report_path for row in matrix.rows if row.report_path]
     if reports and not page:
         text = f"{count(len(reports), 'file')}, {reports[0]} ..."
         sections.append(Section(body=[named("reports", text)]))
-    return Document(headline=top, sections=sections, next=matrix.next)
-
-
-def _problems(matrix: Matrix) -> list[Section]:
-    problems = [row for row in matrix.rows if row.problem is not None]
-    body = [
-        Sentence(text.strip(), "" if number else "-", indent=4 if number else 2)
-        for row in problems
-        for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
-    ]
-    detail = count(len(problems), "run")
-    return [Section(id="failed", title="not compared", detail=detail, body=body)] * bool(body)
+    return Document(headline=headline_of(matrix), sections=sections, next=matrix.next)
 
 
 def headline_of(matrix: Matrix) -> Headline:
@@ -95,6 +75,10 @@ def headline_of(matrix: Matrix) -> Headline:
         named("others", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
         *(named("only there", text, "bold") for text in matrix.only_odd),
     ]
+    for row in matrix.rows:
+        if row.problem is not None:
+            parts = (" ".join(part.split()) for part in row.problem.split("\n"))
+            facts.append(named("not compared", f"{row.path}: {'; '.join(parts)}"))
     for group in matrix.identical:
         more = f", {len(group) - MAX_NAMED:,} more" if len(group) > MAX_NAMED else ""
         facts.append(named("same bits", ", ".join(group[:MAX_NAMED]) + more))

@@ -135,15 +135,23 @@ def page_of(answer: Answer, background: Background | None = None) -> str:
     if isinstance(answer, Report):
         return page(answer, background)
     documents = _documents_of(answer)
+    if isinstance(answer, Localization) and answer.report is not None:
+        above = documents[0]
+        return page(answer.report, background, above=above, command_name=answer.COMMAND)
+    whole: Any = answer
+    parts = {}
     if isinstance(answer, Matrix):
-        small = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
+        whole = replace(answer, rows=[replace(row, report=None) for row in answer.rows])
         lead = "This page holds the answer it was made of, without the report of each pair"
-        return _framed(small, documents, noun="Run", data_lead=lead)
-    if not isinstance(answer, Localization):
-        return _framed(answer, documents)
-    if answer.report is None:
-        return _framed(answer, documents, made_by=__version__)
-    return page(answer.report, background, above=documents[0], command_name=answer.COMMAND)
+        parts = {"noun": "Run", "data_lead": lead}
+    return frame(
+        answer.COMMAND,
+        str(documents[0].headline)[:120],
+        documents,
+        attachment=whole.to_json().encode(),
+        made_by=getattr(answer, "tool_version", __version__),
+        **parts,
+    )
 
 
 def markdown_of(answer: Answer) -> str:
@@ -162,19 +170,6 @@ def _documents_of(answer: Answer) -> list[Document]:
     assert answer.DOCUMENTS is not None
     documents = placed(answer.DOCUMENTS)(answer)
     return [documents] if isinstance(documents, Document) else documents
-
-
-def _framed(answer: Any, documents: list[Document], **parts: str) -> str:
-    """A page of documents alone. ``parts``: others of ``frame``."""
-    made_by = parts.pop("made_by") if "made_by" in parts else answer.tool_version
-    return frame(
-        answer.COMMAND,
-        str(documents[0].headline)[:120],
-        documents,
-        attachment=answer.to_json().encode(),
-        made_by=made_by,
-        **parts,
-    )
 
 
 # A report as a picture, and what a notebook shows of it.

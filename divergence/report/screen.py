@@ -8,7 +8,7 @@ left out stands in the whole report (``report_lines``), behind ``-v``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from divergence.analyses.blocks.sections import SiteRow, num_bad, worst_places, worst_rows
@@ -56,8 +56,8 @@ def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0)
         screen = make(report, whole, num_rows, more)
         width = width if num_rows > 1 else MAX_WIDTH
         height = HEIGHT - num_above * (num_rows > 1)
-        num_lines = sum(len(fold(item, width)) for item in document_lines(screen))
-        if num_rows == 1 and HEIGHT - num_above < num_lines <= HEIGHT:
+        too_long = _num_lines(screen, width) > HEIGHT - num_above
+        if num_rows < 2 and too_long and not without_blocks:
             usual = {"compared"} if not lacking(report.coverage) else set()
             sentences = [
                 item
@@ -65,9 +65,13 @@ def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0)
                 if item.label not in usual and (item.label != "settings" or item.style)
             ]
             screen = dataclasses.replace(screen, known=sentences)
-        if num_lines <= height:
+        if _num_lines(screen, width) <= height:
             break
     return screen
+
+
+def _num_lines(screen: Document, width: int) -> int:
+    return sum(len(fold(item, width)) for item in document_lines(screen))
 
 
 def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -> Document:
@@ -79,10 +83,7 @@ def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -
     num_why = 1 if quiet or wrong else _MOST_WHY + min(0, num_rows)
     reasons = [fact.text for fact in _reasons(report)]
     label = "found" if quiet else _label_of_reasons(report)
-    why = [
-        named("" if number else label, shortened(text, _MOST_OF_FACT))
-        for number, text in enumerate(reasons[:num_why])
-    ]
+    why = _why(label, reasons[:num_why])
     inner = [item.detail for item in whole.sections if item.id not in _OF_ALL and item.detail]
     num = report.coverage.num_compared
     what = "; ".join([*(inner[:1] or [count(num, "tensor")]), *lacking(report.coverage)])
@@ -136,10 +137,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     # the line of the onset names the place already
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
-    why = [
-        named("" if number else _label_of_reasons(report), shortened(text, _MOST_OF_FACT))
-        for number, text in enumerate(texts)
-    ]
+    why = _why(_label_of_reasons(report), texts)
     worst = _worst(report, max(1, num_rows))
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
@@ -183,6 +181,12 @@ def _reasons(report: Report, most: int | None = None) -> list[Fact]:
 def _label_of_reasons(report: Report) -> str:
     """Behind a headline that holds the first reason itself stands what else was found."""
     return "because" if _reasons(report)[:1] == report.verdict.evidence[:1] else "also"
+
+
+def _why(label: str, texts: Iterable[str]) -> list[Sentence]:
+    """A label, and behind it each reason on a line of its own."""
+    shown = (shortened(text, _MOST_OF_FACT) for text in texts)
+    return [named("" if number else label, text) for number, text in enumerate(shown)]
 
 
 def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:

@@ -28,7 +28,7 @@ from divergence.comparison.result import (
 )
 from divergence.document import Block, Column, Document, Headline, Section, Sentence, Table, named
 from divergence.layout import Line, cut
-from divergence.report.environment import changes, machine_of
+from divergence.report.environment import changes
 from divergence.report.text import document_lines, headline_lines
 from divergence.run.manifest import UNKNOWN
 from divergence.run.site import is_of_parameter
@@ -444,22 +444,17 @@ def _coverage(report: Report, *, full: bool) -> list[Section]:
     if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     words = {"reference": "only in A", "candidate": "only in B", "both": "skipped"}
+    befores = [None, *coverage.unmatched]
     unmatched = [  # a reason stands at the first of several in a row
-        (
-            words[i.side],
-            i,
-            i.reason * (before is None or i.reason != before.reason),
-        )
-        for before, i in zip([None, *coverage.unmatched], coverage.unmatched, strict=False)
+        (words[item.side], item, item.reason * (before is None or item.reason != before.reason))
+        for before, item in zip(befores, coverage.unmatched, strict=False)
     ]
     detail = (
-        ""
-        if report.operators is not None and not coverage.num_compared
-        else (
-            f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
-            f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
-        )
+        f"{coverage.num_compared:,} compared, {coverage.num_skipped:,} skipped, "
+        f"{coverage.num_only_reference:,} only in A, {coverage.num_only_candidate:,} only in B"
     )
+    if report.operators is not None and not coverage.num_compared:
+        detail = ""
     tables = [
         Table(
             title="by pass",
@@ -510,7 +505,7 @@ def _made(background: Background) -> list[Section]:
             "recorded": f"{side.sizes.num_records:,} records, {size(side.sizes.stored_bytes)}",
             "command": side.command,
             "processes": side.processes,
-            **machine_of(side.environment),
+            **side.environment.facts,
         }
         for name, side in zip("AB", sides, strict=True)
     }
@@ -522,10 +517,7 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
     without facts is not known."""
     names = dict.fromkeys(name for side in facts.values() for name, fact in side.items() if fact)
     rows = [
-        (
-            name,
-            *(side.get(name) or "-" if side else "not known" for side in facts.values()),
-        )
+        (name, *(side.get(name) or "-" if side else "not known" for side in facts.values()))
         for name in names
     ]
     apart = [row for row in rows if len(set(row[1:])) > 1]

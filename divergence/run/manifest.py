@@ -745,6 +745,26 @@ class Environment(_Strict, kw_only=True):
     torch_build: dict[str, str] = {}
     """Compiler and linear algebra libraries that torch was built with."""
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What is known of the machine, by name."""
+        number = f" × {self.num_devices}" if self.num_devices > 1 else ""
+        fixed = {
+            "label": self.label,
+            "device": f"{self.device_type}: {self.device_name}{number}",
+            "driver": self.driver,
+            "runtime": self.runtime,
+            "CPU": self.cpu,
+            "instructions": self.cpu_capability,
+            "threads": str(self.num_threads),
+            "CPU model": self.cpu_model,
+            "platform": self.platform,
+            "Python": self.python,
+        }
+        more = dict(sorted(self.versions.items())) | self.torch_build
+        every = fixed | more | self.variables | fixed  # a variable may have a name of ours
+        return {name: text for name, text in every.items() if text}
+
 
 class ModuleNote(_Strict, kw_only=True):
     """Says what a captured module is: its class, and its part in the model."""

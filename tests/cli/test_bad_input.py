@@ -642,6 +642,7 @@ def test_other_tokens_by_force(invoke, runs):
     assert code == 2
     assert "nothing was compared" in err
     assert " against " in err
+    assert f"divergence compare {runs / 'a'} {runs / 'tokens'} says what stops" in err
 
 
 @pytest.mark.slow

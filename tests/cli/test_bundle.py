@@ -60,7 +60,7 @@ def test_a_bundle_tells_nothing_of_its_maker(invoke, runs, tmp_path):
     assert manifests[0]["plan"]["plants"] == [] and len(manifests[1]["plan"]["plants"]) == 1
     readme = files["README.md"].decode()
     assert "`python reproducer" not in readme and "python reproducer/repro.py" in readme
-    assert "What it shows: <code>aten.mm: 1 against 2</code>" in readme
+    assert "What it shows: `aten.mm: 1 against 2`" in readme
     assert b"## The machines" in files["report.md"]
     answer = files["report.md"].decode().partition("## What localize found")[2]
     assert "LOCALIZED: at operator aten.mm#2:out, by B: no operator is beyond its limit" in answer

@@ -100,7 +100,7 @@ def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports)
     assert text.startswith("# DIVERGED\n")
     table = text.partition("## The machines")[2].strip().splitlines()
     assert table[0] == "What differs:"
-    assert "| <code>CPU</code> | <code>CPU</code> | <code>other</code> |" in table
+    assert "| `CPU` | `CPU` | `other` |" in table
     assert "DIVERGED: the error is made in model.layers.30.mlp.down_proj" in text
     assert json.loads(files["report.json"])["reference"]["path"] == "a"
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.result import Coverage, PreflightLine, TokensResult, Visible
+from divergence.facts import Fact
 from divergence.run.command import command
 from divergence.words import HEADLINES
 
@@ -105,6 +106,25 @@ def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, pr
     assert sum("divergence capture" in one for one in text) == 1
     if healthy:  # below the confidence that it raises
         assert text[[one[:10] for one in text].index("confidence") + 1].strip() == commands[0].text
+
+
+@pytest.mark.parametrize("letters", [150, 180])
+def test_what_is_as_usual_goes_before_a_reason(reports, printed, letters):
+    """Where eighteen lines do not hold all of it."""
+    report = plain(reports)
+    why = [Fact(text="first"), Fact(text="z " * (letters // 2), values={"plain": True})]
+    verdict = reports.make_verdict(
+        "localized",
+        summary="s " * 80,
+        evidence=why,
+        commands=[command("capture", like="a", o="b")],
+        onset=report.verdict.onset,
+        side="candidate",
+    )
+    coverage = reports.make_report().coverage
+    text = printed(msgspec.structs.replace(report, coverage=coverage, verdict=verdict)).splitlines()
+    assert len(text) == 18
+    assert not any(line.startswith("compared") for line in text)
 
 
 def test_a_healthy_pair_shows_its_worst_row(reports, screen):

@@ -31,7 +31,7 @@ from divergence.document import (
 )
 from divergence.layout import RATIO_DECADES, REL_L2_DECADES, bar
 from divergence.run.site import BACKWARD, PHASES, is_of_parameter
-from divergence.words import Side, count, decimal, grouped, limit_share, shape_text, times
+from divergence.words import count, decimal, grouped, limit_share, shape_text, times
 
 # Which rows a table of blocks has: a block or trunk site each, prefill and decode apart.
 #
@@ -335,22 +335,19 @@ def phase_curves(report: Report, phase: str, rows: Sequence[SiteRow]) -> list[Pl
     steps = len({s.step for s in report.sites if s.step})
     what = _PHASES.get(phase) or f"Decode: {count(steps, 'step')}"
     plots = [_error_plot(phase, what, outputs)]
-    if any(row.main is not None and row.main.truth is not None for row in outputs):
-        truths = [row.main.truth if row.main is not None else None for row in outputs]
+    truths = [None if row.main is None else row.main.truth for row in outputs]
+    apart = [
+        (truth.w_median, row.name) for row, truth in zip(outputs, truths, strict=True) if truth
+    ]
+    if apart:
         a = [None if truth is None else truth.reference_error for truth in truths]
         b = [None if truth is None else truth.candidate_error for truth in truths]
         says = [
-            f"{row.name}: "
-            + (
-                "no truth here"
-                if truth is None
-                else f"A {decimal(truth.reference_error)}, B {decimal(truth.candidate_error)} from "
-                f"the truth, B over A {times(truth.w_median)}"
-            )
+            f"{row.name}: no truth here"
+            if truth is None
+            else f"{row.name}: A {decimal(truth.reference_error)}, "
+            f"B {decimal(truth.candidate_error)} from the truth, B over A {times(truth.w_median)}"
             for row, truth in zip(outputs, truths, strict=True)
-        ]
-        apart = [
-            (truth.w_median, row.name) for row, truth in zip(outputs, truths, strict=True) if truth
         ]
         most, where = max(apart, key=lambda item: max(item[0], 1 / item[0] if item[0] else 0.0))
         ratio_text = f"B over A is {times(most)} at {where}, where they are most unlike"
@@ -842,6 +839,7 @@ def _part(
     notes += [f"{count(left, 'more site')} in the JSON."] if left else []
     own = worst.get(f"{block}:out") or max(worst.values(), key=_pass_rank)
     dtypes = (own.reference_dtype, own.candidate_dtype)
+    truth = own.truth
     beyond = {site: sum(each.flagged for each in group) for site, group in sites.items()}
     facts = Table(
         num_left=0,
@@ -858,8 +856,8 @@ def _part(
             (Column("rounding floor", decimal), "floor"),
             (Column("× floor", times), "ratio"),
             (Column("limit", times), "limit"),
-            (Column("from the truth, A", decimal), lambda site: _error(site, "reference")),
-            (Column("from the truth, B", decimal), lambda site: _error(site, "candidate")),
+            (Column("from the truth, A", decimal), lambda _: truth and truth.reference_error),
+            (Column("from the truth, B", decimal), lambda _: truth and truth.candidate_error),
             ("worst token", lambda site: None if site.identical else site.worst_position),
             ("worst feature", lambda site: None if site.identical else site.worst_channel),
             ("results beyond a limit", lambda _: sum(beyond.values()) or None),
@@ -886,11 +884,6 @@ def _part(
         marks=["onset" if site == onset else "flagged" if beyond[site] else "" for site in shown],
     )
     return BlockPart(block=block, facts=facts, tables=[modules])
-
-
-def _error(site: SiteResult, side: Side) -> float | None:
-    """How far a side is from the truth."""
-    return None if site.truth is None else getattr(site.truth, f"{side}_error")
 
 
 def _pass_rank(site: SiteResult) -> tuple[bool, bool, bool, float, float]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from divergence.comparison.result import Background, OperatorResult, OperatorsResult, Report
-from divergence.document import Block, BlockPart, Column, Section, Sentence, Table
+from divergence.document import Block, BlockPart, Column, Section, Sentence, Table, each_in
 from divergence.layout import MAX_WIDTH, cut
 from divergence.words import count, decimal, grouped, letter, limit_share, share, times
 
@@ -88,51 +89,40 @@ def _table(
     """Those of ``shown``: their numbers. Below each what stands in whose place there, and with what
     else it was called."""
     results = [operators.results[n] for n in shown]
-    with_truth = operators.judged == "truth"
     below = {n: _beside(result) for n, result in enumerate(results)}
     for n, (this, following) in enumerate(pairwise(shown)):
         if following > this + 1:
             below[n] = [*below[n], Sentence("…", indent=2, style="dim")]
-    figures = [
-        Column("share of limit", limit_share, short="share", width=7),
-        Column("difference", decimal, short="differ", width=8),
-        Column("one rounding", decimal, short="floor", width=8),
+    figures: list[tuple[Column, Any]] = [
+        (Column("share of limit", limit_share, short="share", width=7), "limit_usage"),
+        (Column("difference", decimal, short="differ", width=8), "difference"),
+        (Column("one rounding", decimal, short="floor", width=8), "floor"),
     ]
-    if with_truth:
+    if operators.judged == "truth":
         figures = [
-            Column("B over A", _farther, short="W", width=7, meaning=_W),
-            Column("A from truth", decimal, short="err A", width=8),
-            Column("B from truth", decimal, short="err B", width=8),
-            Column("one rounding", decimal, short="ideal", width=7),
-            Column("over 1 ulp", share, short="ulp>1", width=6),
+            (Column("B over A", _farther, short="W", width=7, meaning=_W), lambda result: result),
+            (Column("A from truth", decimal, short="err A", width=8), "reference_error"),
+            (Column("B from truth", decimal, short="err B", width=8), "candidate_error"),
+            (Column("one rounding", decimal, short="ideal", width=7), "floor"),
+            (Column("over 1 ulp", share, short="ulp>1", width=6), _share_off),
         ]
-    rows = []
-    for result in results:
-        numbers = (
-            _against_truth(result)
-            if with_truth
-            else (result.limit_usage, result.difference, result.floor)
-        )
-        matched = "" if result.match == "exact" else f" {_MATCHED[result.match][0]}"
-        verdict = _verdict(result) or "equal" * result.identical
-        rows.append((_short_name(result) + matched, *numbers, verdict, result.source))
     marks = [
         "onset " * (result.site == operators.onset) + "flagged" * (result.limit_usage > 1)
         for result in results
     ]
     return Table(
         title=title,
-        rows=rows,
         marks=marks,
         names=True,
         note=note,
         below=below,
-        columns=[
-            Column("operator", width=34),
+        **each_in(
+            results,
+            (Column("operator", width=34), _short_name),
             *figures,
-            Column("verdict", left=True),
-            Column("line", face="page", left=True),
-        ],
+            (Column("verdict", left=True), _verdict),
+            (Column("line", face="page", left=True), "source"),
+        ),
     )
 
 
@@ -152,16 +142,10 @@ def _beside(result: OperatorResult) -> list[Sentence]:
     return sentences
 
 
-def _against_truth(result: OperatorResult) -> tuple[object, ...]:
-    """What W is of, both sides' errors, the ideal one, and the share of elements that are off."""
+def _share_off(result: OperatorResult) -> float | None:
+    """The share of elements that are off by over one ulp, or of codes that are others."""
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
-    return (
-        result,
-        result.reference_error,
-        result.candidate_error,
-        result.floor,
-        over if result.w is not None else result.codes,
-    )
+    return over if result.w is not None else result.codes
 
 
 def _farther(result: OperatorResult) -> str:
@@ -171,15 +155,18 @@ def _farther(result: OperatorResult) -> str:
 def _verdict(result: OperatorResult) -> str:
     """The side that is off and by which question; nothing where all is fine."""
     word = letter(_WORDS.get(result.verdict, result.verdict))
-    return f"{word} ({result.why})" if result.why not in ("typical", None) and word else word
+    why = f" ({result.why})" if result.why not in ("typical", None) and word else ""
+    return word + why or "equal" * result.identical
 
 
 def _short_name(result: OperatorResult) -> str:
-    """Name it without its block, which the heading has; with the phase of a decode step."""
+    """Name it without its block, which the heading has; with the phase of a decode step, and how it
+    was matched."""
     name = result.site
     if result.block:
         name = name.removeprefix(result.block).removeprefix(".")
-    return name + (" (decode)" if result.phase == "decode" else "")
+    matched = "" if result.match == "exact" else f" {_MATCHED[result.match][0]}"
+    return name + (" (decode)" if result.phase == "decode" else "") + matched
 
 
 def _parts(operators: OperatorsResult) -> list[BlockPart]:

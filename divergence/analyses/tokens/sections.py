@@ -59,7 +59,9 @@ def sections(report: Report, *, background: Background | None = None, **_: objec
     if flips[1:]:
         body.append(_flips(flips))
     if tokens.kl_mean is not None and not has(report.verdict.evidence, "tokens.kl"):
-        body.append(_divergence(tokens))
+        beyond = (tokens.kl_ratio or 0.0) > (tokens.kl_limit or math.inf)
+        style = "red" if beyond else ""
+        body.append(Sentence(sentence(kl_fact(tokens)), style=style, indent=2))
     if tokens.explanation is not None:
         body += _explained(tokens.explanation, first)
     return [
@@ -173,11 +175,6 @@ def _judgement(first: TokenDifference) -> list[Sentence]:
         who = agreeing[0] if agreeing else "neither"
         sentences.append(Sentence(f"the truth chose {_token(choice)}: it agrees with {who}"))
     return sentences
-
-
-def _divergence(tokens: TokensResult) -> Sentence:
-    beyond = (tokens.kl_ratio or 0.0) > (tokens.kl_limit or math.inf)
-    return Sentence(sentence(kl_fact(tokens)), style="red" if beyond else "", indent=2)
 
 
 def _explained(explanation: Explanation, first: TokenDifference | None) -> list[Block]:

@@ -154,15 +154,9 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
             detail=f"{side.num_ranks} ranks, {side.backend}, {cases}",
             body=body,
         ),
-        *[
-            Section(
-                id=f"orders-{side.side}",
-                heading=f"Orders and rates{whose}",
-                body=more,
-                verbose=True,
-            )
-        ]
-        * bool(more),
+        Section(
+            id=f"orders-{side.side}", heading=f"Orders and rates{whose}", body=more, verbose=True
+        ),
     ]
 
 

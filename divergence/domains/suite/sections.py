@@ -10,6 +10,11 @@ from divergence.document import Block, Column, Section, Sentence, Table, out_of
 from divergence.domains.suite.result import SuiteCase, SuiteOperator, SuiteResult
 from divergence.words import count, decimal, letter, share, times
 
+_OFF = {
+    "codes": (("codes off by one", "off_by_one"), ("more", "off_by_more")),
+    "indices": (("rows wrong", "rows_wrong"), ("tied", "rows_tied")),
+}
+"""By the kind of a case: what of it is off, and the side's field."""
 _MARKS = {"wrong": "wrong", "flushed": "differs", "ties": "differs"}
 
 
@@ -30,8 +35,21 @@ def sections(
                 title="operators",
                 columns=_titles(suite.judged),
                 num_left=2,
-                rows=[_operator_row(op, judged=suite.judged) for op in operators],
-                below={n: _ran_by(op) for n, op in enumerate(operators)},
+                rows=[
+                    (
+                        _short(op.operator),
+                        *[op] * suite.judged,
+                        (op.num_cases - op.num_same, op.num_cases),
+                        *_figures(op.worst, judged=suite.judged),
+                    )
+                    for op in operators
+                ],
+                below={  # an implementation other than torch's
+                    n: [Sentence(" / ".join(dict.fromkeys(both)), "ran by")]
+                    for n, op in enumerate(operators)
+                    if (both := (op.reference_implementation, op.candidate_implementation))
+                    != ("torch", "torch")
+                },
                 marks=[_MARKS.get(op.status, "") for op in operators],
             )
         )
@@ -58,7 +76,10 @@ def sections(
                     Column("status", _status),
                     *_titles(suite.judged)[3 if suite.judged else 2 :],
                 ),
-                rows=[_case_row(case, judged=suite.judged) for case in suite.cases],
+                rows=[
+                    (_short(case.operator), case, *_figures(case, judged=suite.judged))
+                    for case in suite.cases
+                ],
                 num_left=2,
                 marks=[_MARKS.get(case.status, "") for case in suite.cases],
             )
@@ -82,32 +103,14 @@ def _titles(judged: bool) -> Sequence[Column | str]:
     return ("operator", worse, differ, Column("W", times), score, *ulp, case)
 
 
-def _case_row(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
-    return (_short(case.operator), case, *_figures(case, judged=judged))
-
-
 def _status(case: SuiteCase) -> str:
     return case.status + (f": {letter(case.side)}" if case.side else "")
-
-
-def _operator_row(op: SuiteOperator, *, judged: bool) -> tuple[object, ...]:
-    differ = (op.num_cases - op.num_same, op.num_cases)
-    figures = _figures(op.worst, judged=judged)
-    return (_short(op.operator), *([op] if judged else []), differ, *figures)
 
 
 def _worse(op: SuiteOperator) -> str:
     if op.status in ("flushed", "ties"):
         return f"{op.status}: {letter(op.side)}"
     return letter(op.side or "both") if op.status == "wrong" else "-"
-
-
-def _ran_by(op: SuiteOperator) -> list[Sentence]:
-    """An implementation other than torch's."""
-    both = (op.reference_implementation, op.candidate_implementation)
-    return (
-        [] if both == ("torch", "torch") else [Sentence(" / ".join(dict.fromkeys(both)), "ran by")]
-    )
 
 
 def _figures(case: SuiteCase, *, judged: bool) -> tuple[object, ...]:
@@ -124,16 +127,12 @@ def _where(case: SuiteCase) -> str:
     where = case.site.partition("/")[0].partition(".")[2]
     port = case.site.rpartition(":out")[2]
     where += f" :out{port}" if port else ""
-    a, b = case.reference, case.candidate
-    if a is None or b is None:
+    off, sides = _OFF.get(case.kind, ()), (case.reference, case.candidate)
+    if not off or None in sides:
         return where
-    if case.kind == "codes":
-        both = f"codes off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
-        return f"{where}: {both}, more {share(a.off_by_more)} / {share(b.off_by_more)}"
-    if case.kind == "indices":
-        wrong = f"rows wrong {share(a.rows_wrong)} / {share(b.rows_wrong)}"
-        return f"{where}: {wrong}, tied {share(a.rows_tied)} / {share(b.rows_tied)}"
-    return where
+    each = (" / ".join(share(getattr(side, name)) for side in sides) for _, name in off)
+    parts = (f"{what} {both}" for (what, _), both in zip(off, each, strict=True))
+    return f"{where}: {', '.join(parts)}"
 
 
 def _numbers(values: Sequence[float | None], digits: int = 0) -> str:

@@ -99,7 +99,7 @@ def test_other_settings_are_said_first(pair):
 @pytest.mark.slow
 def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
     """Neither as that run, nor as another one with its very bits."""
-    root, a, _ = pair
+    root, a, b = pair
     bad = scaled(root, a, 0.5, name="bad")
     again = scaled(root, a, 0.5, name="again")
     assert compare(a, bad).verdict.kind == "localized"
@@ -109,6 +109,8 @@ def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
         compare(a, bad, floor=[again])
     with pytest.raises(UsageError, match="is A itself"):
         compare(a, bad, floor=[a])
+    descent, *_ = compare(a, bad, floor=[b]).verdict.next
+    assert "divergence localize" in descent and descent.endswith("it takes no --floor; or by hand:")
     # digests of a device's kind alone, held against the candidate's bytes
     monkeypatch.setattr(storage, "ReducedKeeper", partial(ReducedKeeper, hosts=True))
     folded = scaled(root, a, 0.5, name="folded", store="sketch")

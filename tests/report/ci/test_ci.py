@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from html.parser import HTMLParser
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -219,16 +218,6 @@ def test_the_runner_obeys_nothing_of_a_report(hostile, ci):
     assert len(fences) == 2
 
 
-class _Tags(HTMLParser):
-    def __init__(self):
-        super().__init__(convert_charrefs=False)
-        self.tags = set()
-
-    def handle_starttag(self, tag, attrs):
-        assert not attrs
-        self.tags.add(tag)
-
-
 def test_a_summary_is_small_and_shows_names_as_they_are(failing, hostile, ci):
     """Tables of rules, and the first screen as a block of code, outside which there is no tag, link
     or mention of a run; far below 1 MiB. Rendered as GitHub does it has no element that a name
@@ -237,21 +226,18 @@ def test_a_summary_is_small_and_shows_names_as_they_are(failing, hostile, ci):
 
     text = ci(failing).summary
     assert text.startswith("### divergence check: FAILED\n")
-    assert "| <code>tolerance&#91;0&#93;</code> | **FAIL** | <code>rel&#95;l2 is " in text
+    assert "| `tolerance[0]` | **FAIL** | `rel_l2 is " in text
     assert "DIVERGED: " in text.partition("```")[2]
     evil = ci(hostile).summary
     assert len(evil.encode()) < 400_000
     before, screen, after = re.split(r"^`{3,}$", evil, flags=re.M)  # and no other line ends it
     assert "<script" in screen and "\x1b" not in screen and "\u202e" not in screen
-    outside = before + after
-    parser = _Tags()
-    parser.feed(outside)
-    assert parser.tags == {"code"}
+    assert not re.search("[\x1b\u202e]", before + after)
     assert all(line.count("|") == 4 for line in evil.splitlines() if line.startswith("|"))
-    for obeyed in ("<script", "@you", "://", "[a]", "`", "\x1b", "\u202e"):
-        assert obeyed not in outside
     for summary in (text, evil):
         html = MarkdownIt("gfm-like", {"linkify": False}).render(summary)
+        outside = re.sub("(?s)<code>.*?</code>", "", html)
+        assert not re.search("script|@you|://|\\[a\\]|`", outside)
         assert html.count("<tr>") > 1 and "<th>" in html
         assert len(re.findall("<h[1-6]>", html)) == len(re.findall("^#+ ", summary, re.M))
         assert not re.search("<(script|img|a|iframe|svg)[ >]", html)

@@ -1138,8 +1138,9 @@ def _relation(
         cause = fact("preflight.as_quantised", steps=steps) if steps else None
         if not (steps or has_codes):
             cause = fact("preflight.as_trained")
-            if a.dtype == b.dtype and a.dtype in SHORT_FORMATS and near < SHORT_FORMATS[a.dtype]:
-                cause = fact("preflight.as_merged", dtype=a.dtype)
+            if a.dtype == b.dtype and near < SHORT_FORMATS.get(a.dtype, EQUAL_SUMS_DISTANCE):
+                dtype = a.dtype if a.dtype in SHORT_FORMATS else None
+                cause = fact("preflight.as_merged", dtype=dtype)
         return cause, False, near
     return None, False, None
 

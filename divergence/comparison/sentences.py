@@ -178,8 +178,8 @@ SENTENCES: Mapping[str, str] = {
     "preflight.one_step": "{side:letter}'s numbers are multiples of one step",
     "preflight.as_trained": ", as after training further",
     "preflight.as_merged": (
-        ", no more than rounding to {dtype} makes: merged or rounded in another order, or trained "
-        "further"
+        ", {dtype:none=nearer than sums of them tell|*=no more than rounding to {dtype} makes}: "
+        "merged or rounded in another order, or trained further"
     ),
     # guesses at a cause
     "preflight.adapters": (

@@ -312,7 +312,7 @@ def tail_of(ratios: Floats) -> float:
     """Finds the largest of a site's rows' ratios that is reached from a floor, or the typical row,
     by steps of at most ``CLEAR_TIMES`` times. Where attention is sharp the rounding of a few scores
     is enlarged, of some tokens more than of others; a fault of attention looks alike."""
-    ordered = np.sort(np.maximum(ratios, 1.0))[len(ratios) // 2 :]
+    ordered = np.sort(np.maximum(ratios, 1.0))[(len(ratios) - 1) // 2 :]
     apart = np.flatnonzero(ordered[1:] > CLEAR_TIMES * ordered[:-1])
     return float(ordered[apart[0] if len(apart) else -1]) if len(ordered) else 0.0
 

@@ -265,6 +265,17 @@ def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(runs, answ
 
 
 @pytest.mark.slow
+def test_what_half_of_the_tokens_are_off_by_is_no_tail_of_rounding(runs, answer):
+    """The others are equal bit for bit, so the least of the wrong ones leads up to none, however
+    evenly their errors grow, as where documents in one row see each other."""
+    a = runs(prompts=[list(range(3, 17))], max_new_tokens=1, truth="no", sites="blocks")
+    sizes = torch.cat((torch.zeros(7), 7e-6 * 1.25 ** torch.arange(7)))[:, None]
+    verdict = answer(a, hooked(f"{BLOCK}.self_attn.o_proj", lambda out: out * (1 + sizes))).verdict
+    assert (verdict.kind, verdict.confidence) == ("localized", "high")
+    assert verdict.summary.startswith(f"the error is made at {BLOCK}:out")
+
+
+@pytest.mark.slow
 def test_the_one_block_that_rounds_otherwise_is_named(runs, answer):
     """Where all others are equal bit for bit, however small its difference is."""
     a = runs(sites="blocks")

@@ -127,6 +127,10 @@ def test_two_roundings_of_one_checkpoint_are_the_same_weights(share, status, rec
         (lambda weight: weight.clone().index_fill_(0, torch.tensor(3), math.nan), "not finite"),
         (requantized, "as after quantising (B's numbers are multiples of one step)"),
         (trained, "% apart, as after training further"),
+        (  # one last bit
+            lambda weight: torch.nextafter(weight, torch.full_like(weight, math.inf)),
+            "apart, nearer than sums of them tell: merged or rounded in another order, or trained",
+        ),
     ],
 )
 def test_other_weights_are_told_by_what_was_done_to_them(change, relation, recorded, tmp_path):

@@ -49,7 +49,7 @@ def said_by(command: list[str]) -> str:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=1800,  # far beyond what it takes, also beside other work
+        timeout=600,  # vLLM takes a minute to start
         env={**os.environ, "PYTHONWARNINGS": ""},
     )
     return done.stdout + done.stderr

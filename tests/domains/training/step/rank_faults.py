@@ -45,7 +45,7 @@ def skipped() -> AbstractContextManager[None]:
     backward = session.TrainRecorder.backward
 
     def wrong(self: Any, loss: torch.Tensor, share: float = 1.0) -> None:
-        backward(self, loss, 0.0 if dist.get_rank() == RANK and self.sample == 3 else share)
+        backward(self, loss, 0.0 if dist.get_rank() == RANK and self._sample == 3 else share)
 
     return _patched(session.TrainRecorder, "backward", wrong)
 
@@ -148,7 +148,7 @@ def early() -> Iterator[None]:
     sent: dict[int, torch.Tensor] = {}
 
     def kept(self: Any, loss: torch.Tensor, share: float = 1.0) -> None:
-        if dist.get_rank() == RANK and self.sample == 3:
+        if dist.get_rank() == RANK and self._sample == 3:
             sent.update({id(one): one.grad.clone() for one in _of_block(self._model)})
         backward(self, loss, share)
 

@@ -353,7 +353,7 @@ FOLDERS = {
     "sglang ranks": (
         sglang(PLACE, PLACE.replace("TP0_PP0", "TP999999_PP999999")),
         "dump",
-        "rank 1 is missing",
+        "TP1 PP0 is missing",
     ),
     "sglang list": (sglang(PLACE, value=[1]), "Pass00000.pt", "no tensors by name"),
     "sglang lengths": (

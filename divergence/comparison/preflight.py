@@ -361,11 +361,8 @@ def _libraries(a: Manifest, b: Manifest) -> list[PreflightLine]:
 def _variables(a: Manifest, b: Manifest) -> PreflightLine:
     env_a, env_b = a.environment.variables, b.environment.variables
     different = sorted(k for k in {*env_a, *env_b} if env_a.get(k) != env_b.get(k))
-
-    def say(values: dict[str, str]) -> str:
-        return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
-
-    return _same("environment variables", say(env_a), say(env_b), same=not different)
+    shown = [", ".join(f"{k}={env[k]}" for k in different if k in env) for env in (env_a, env_b)]
+    return _same("environment variables", shown[0] or "-", shown[1] or "-", same=not different)
 
 
 def _complete(a: Manifest, b: Manifest) -> PreflightLine:
@@ -551,10 +548,8 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
         else fact("preflight.recorded", recorded=bool(code))
         for code in (code_a, code_b)
     ]
-    details = []
-    if differences := code_differences(a, b):
-        texts = difference_texts(differences, a, b)
-        details = [fact("preflight.code_differences", differences=texts)]
+    texts = difference_texts(code_differences(a, b), a, b)
+    details = [fact("preflight.code_differences", differences=texts)] if texts else []
     reference, candidate = map(sentence, shown)
     return _same("code", reference, candidate, *details, same=not details)
 
@@ -782,10 +777,17 @@ def other_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
 
 
 def numbers_in_doubt(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
-    """Lists the numbers of which it is not known whose are meant: those that are odd on neither
-    side, and that no configuration tells."""
+    """Lists the numbers of which it is not known whose are meant: odd on neither side and told by
+    no configuration, or derived from two that differ, as rotary frequencies are."""
     stated = numbers_stated(a, b, block)
-    return [item for item in _even_numbers(a, b, block) if item not in stated]
+    numbers = [item for item in _even_numbers(a, b, block) if item not in stated]
+    if a.model.config_digest != b.model.config_digest:
+        details = [detail for line in derived_lines(a, b) for detail in line.details]
+        for item in (item for detail in details for item in detail["facts"] or [detail]):
+            inside = any(_lies_in(name, block) for name in item["names"])
+            if inside and item["how"].code != "preflight.derived_dtypes":
+                numbers.append(item)
+    return numbers
 
 
 def numbers_stated(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
@@ -819,10 +821,8 @@ def _even_numbers(a: Manifest, b: Manifest, block: str | None) -> list[Fact]:
         own = a.model.code[item["name"]].attributes[item["key"]]
         return bool(item["where"] or item["num"]) and (isinstance(own, str) or not own.others)
 
-    numbers = other_numbers(a, b, block)
-    if not numbers or a.model.config_digest != b.model.config_digest:
-        return numbers
-    return [item for item in numbers if not is_odd_on_b(item)]
+    one_config = a.model.config_digest == b.model.config_digest
+    return [item for item in other_numbers(a, b, block) if not (one_config and is_odd_on_b(item))]
 
 
 def _differing(a: CodeNote, b: CodeNote) -> list[str]:
@@ -1442,8 +1442,7 @@ def derived_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:
         digest_many((name, notes[name].digest) for name in common)[:12]
         for notes in (notes_a, notes_b)
     ]
-    status: PreflightStatus = "differs" if details else "same"
-    return [_same("derived tensors", shown[0], shown[1], *details, status=status)]
+    return [_same("derived tensors", shown[0], shown[1], *details, same=not details)]
 
 
 def layout_lines(a: Manifest, b: Manifest) -> list[PreflightLine]:

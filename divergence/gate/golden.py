@@ -193,8 +193,7 @@ def _refuse_damaged(run: Run, source: Location) -> None:
     unfit = _why_no_golden(
         manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
     )
-    if unfit is not None:
-        problems.append(unfit)
+    problems += [] if unfit is None else [unfit]
     if not run.records:
         problems.append(fact("gate.no_record"))
     problems += map(plain, run.verify()[:3])
@@ -206,7 +205,7 @@ def _refuse_damaged(run: Run, source: Location) -> None:
             f"{source} cannot become a golden: {'; '.join(map(sentence, problems))}",
             hint="capture it in full, without --only-changed"
             if changed_alone
-            else "capture it again",
+            else "capture it again, complete and without --plant",
         )
 
 

@@ -98,7 +98,7 @@ SENTENCES = {
     # what a verdict lacks
     "not_covered": "not every token was scored by both sides",
     "prompts_needed": "{num_prompts:count prompt}, and {least} are needed",
-    "scale_without_dtype": "no dtype is known: no more than bfloat16 explains",
+    "scale_without_dtype": "a side's dtype is not known: no more than bfloat16 explains",
     "scale_from": "rounding is taken from {source}",
     "texts_alone": "texts alone",
     "experts_move": (

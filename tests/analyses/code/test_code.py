@@ -216,7 +216,8 @@ def test_a_moved_key_alone_is_the_same_configuration(manifests):
 
 
 def test_the_rotary_base_is_named_end_to_end(tiny_model, tmp_path):
-    """Two checkpoints of the same weights with another rope_theta."""
+    """Two checkpoints of the same weights with another rope_theta: A's truth has A's, and does not
+    tell whose is meant."""
     import json
     import shutil
 
@@ -228,10 +229,31 @@ def test_the_rotary_base_is_named_end_to_end(tiny_model, tmp_path):
     config.pop("rope_parameters", None)
     (other / "config.json").write_text(json.dumps(config))
     options = {"prompts": ["one two three"], "max_new_tokens": 1, "probe": False}
-    a = capture(folder, out=tmp_path / "a", **options)
+    a = capture(folder, out=tmp_path / "a", truth="full", **options)
     b = capture(str(other), like=a, out=tmp_path / "b", probe=False)
-    detail = line_named(compare(a, b), "config").detail
-    assert "rope_theta 10000 / 500000" in detail
+    report = compare(a, b)
+    assert "rope_theta 10000 / 500000" in line_named(report, "config").detail
+    assert (report.verdict.kind, report.verdict.side) == ("localized", None)
+    assert "code.numbers_in_doubt" in {item.code for item in report.verdict.evidence}
+
+
+@pytest.mark.slow
+def test_two_rotary_bases_of_a_configuration_name_no_side(tiny_model, tmp_path):
+    """Of full and of sliding attention: two derived tensors differ, each in its own way."""
+    import json
+    import shutil
+
+    folder = tiny_model("gemma3", dtype="float32")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    config = json.loads((other / "config.json").read_text())
+    config |= {"rope_theta": 5e5, "rope_local_base_freq": 2e4}
+    (other / "config.json").write_text(json.dumps(config))
+    options = {"prompts": ["one two three four five six"], "max_new_tokens": 1, "probe": False}
+    a = capture(folder, out=tmp_path / "a", truth="full", **options)
+    verdict = compare(a, capture(str(other), like=a, out=tmp_path / "b", probe=False)).verdict
+    assert (verdict.kind, verdict.side) == ("localized", None)
+    assert "code.numbers_in_doubt" in {item.code for item in verdict.evidence}
 
 
 # --- names of what is suspected ----------------------------------------------------------------

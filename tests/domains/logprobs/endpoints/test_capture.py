@@ -45,7 +45,7 @@ def test_rounding_is_no_alarm_and_other_weights_are(stub, serve):
     stub.noise = 0.02
     noisy = compare(a, serve("b", like=a))
     assert noisy.verdict.kind == "within_floor", noisy.verdict
-    assert noisy.verdict.confidence == "low"  # no dtype is known
+    assert noisy.verdict.confidence == "low"  # a side's dtype is not known
     stub.noise, stub.weights = 0.0, 1
     other = compare(a, serve("c", like=a))
     assert (other.verdict.kind, other.logprobs.pattern) == ("systematic", "shifted")

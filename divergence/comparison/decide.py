@@ -425,7 +425,7 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         item
         for line in preflight
         for detail in line.details
-        for item in (*(detail["differences"] or ()), detail)
+        for item in (*(detail["differences"] or detail["facts"] or ()), detail)
         if isinstance(item, Fact)
         and (
             item.code == "preflight.attribute"

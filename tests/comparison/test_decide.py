@@ -22,7 +22,7 @@ from divergence.comparison.decide import (
 )
 from divergence.comparison.result import Check, Finding, Onset, PreflightLine
 from divergence.domain import Claim, Domain
-from divergence.facts import plain, worded
+from divergence.facts import fact, in_one, plain, worded
 
 
 def decide(findings, preflight=(), **options):
@@ -139,6 +139,24 @@ def test_rounding_that_nothing_recorded_explains_clears_neither_side(unexplained
     assert verdict.side == (None if unexplained else "neither")
     assert verdict.confidence == ("medium" if unexplained else "high")
     assert ("nothing that is recorded of the two explains it" in verdict.summary) == unexplained
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_rounding_beside_other_derived_tensors_names_them(num):
+    """However many ways they differ in: several are one detail."""
+    how = [fact("preflight.derived_behind", num=n) for n in range(num)]
+    derived = [fact("preflight.derived", names=[f"m.{n}"], how=how[n]) for n in range(num)]
+    line = PreflightLine(
+        check="derived tensors",
+        status="differs",
+        reference="1",
+        candidate="2",
+        details=in_one(derived),
+    )
+    headline = [fact("only_rounding", sure=True, numbers=None)]
+    rounding = msgspec.structs.replace(finding("within_rounding"), headline=headline)
+    (told,) = deciding.decide([rounding], [line]).verdict.headline
+    assert told["numbers"] == derived
 
 
 @pytest.mark.slow

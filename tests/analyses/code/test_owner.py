@@ -43,7 +43,7 @@ def manifest(like=None, **code):
         id="b",
         like=like,
         environment=SimpleNamespace(versions={}),
-        model=SimpleNamespace(code=notes, parameters={}),
+        model=SimpleNamespace(code=notes, parameters={}, config_digest=""),
         plan=SimpleNamespace(modules=kinds),
     )
 

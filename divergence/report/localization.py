@@ -11,6 +11,8 @@ from divergence.analyses.operators.sections import sections as operator_sections
 from divergence.document import Document, Headline, Section, Sentence, named
 from divergence.experiments.result import Level, Localization
 from divergence.facts import sentence, sentence_behind
+from divergence.layout import Line
+from divergence.report.text import document_lines
 from divergence.run.command import quoted_words
 from divergence.words import HEADLINES, letter, limit_share, list_names, times
 
@@ -48,6 +50,11 @@ def localization_document(result: Localization, *, every: bool = False) -> Docum
         sections=sections,
         next=[*result.commands, *again],
     )
+
+
+def localization_lines(result: Localization) -> list[Line]:
+    """The document for a terminal: programs that use the library print it."""
+    return document_lines(localization_document(result))
 
 
 def page_document(result: Localization) -> Document:

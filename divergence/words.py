@@ -190,24 +190,24 @@ def chance(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``; more than a billion says no more."""
+    """A ratio: ``<0.1 ×``, ``1.3 ×``, ``650 ×``, ``2.0e+05 ×``; more than a billion is no news."""
     if value is None or math.isnan(value):
         return "-"
     if math.isinf(value):
         return "inf"
     if value > 1e9:
-        return ">1e+09x"
+        return ">1e+09 ×"
     if value == 0:
-        return "0x"
+        return "0 ×"
     if value < 0.05:
-        return "<0.1x"
+        return "<0.1 ×"
     if value >= 99950:
-        return f"{value:.1e}x"
-    return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
+        return f"{value:.1e} ×"
+    return f"{value:.1f} ×" if value < 99.95 else f"{value:.0f} ×"
 
 
 def limit_share(value: float | None) -> str:
-    """Write how much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3x``; a dash for None."""
+    """Write how much of a limit is used: ``0%``, ``73%``, ``310%``, ``22.3 ×``; a dash for None."""
     if value is None or not value < 10:
         return times(value)
     return f"{100 * value:.0f}%"

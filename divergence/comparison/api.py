@@ -189,8 +189,13 @@ def compare(
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
         without = fact("with_model_without_floor")
+        trusted = [run.path if isinstance(run, Run) else run for run in floor]
         commands = [
-            replaced(each, note=without) if each.name == "localize" else each
+            replaced(each, note=without)
+            if each.name == "localize"
+            else each.with_options(floor=trusted)
+            if each.name == "compare"
+            else each
             for each in report.verdict.commands
         ]
         verdict = replaced(report.verdict, commands=commands)

@@ -307,7 +307,7 @@ def _records(records: Sequence[Record]) -> Section:
     """One row per site: its passes, steps, shape in the first step, and size."""
     rows = []
     for count_at in count_sites(records):
-        recorded = ", ".join(f"{num}x {name}" for name, num in count_at.passes.items())
+        recorded = ", ".join(f"{num:,} {name}" for name, num in count_at.passes.items())
         recorded += f", {count_at.num_nonfinite:,} nan or inf" if count_at.num_nonfinite else ""
         rows.append((count_at.site, count_at.dtype, count_at.shape, recorded))
     table = Table(

@@ -263,7 +263,7 @@ def test_inspect_tells_what_ran_and_what_was_recorded(invoke, opened):
     assert out.startswith("complete: a, 3 records")
     for text in ("tiny/[llama]", "OMP_NUM_THREADS=1", "'Hi [you]'", "model.layers.0:out", "1x2x4"):
         assert text in out
-    assert "2x free, 2 nan or inf" in out
+    assert "2 free, 2 nan or inf" in out
 
 
 def test_inspect_marks_incomplete_and_planted_runs(invoke, opened):

@@ -131,7 +131,7 @@ def test_long_models_elide_healthy_rows(reports):
     """More than 40 rows: what lies far from the onset is counted, and --all brings it back."""
     report = reports.make_long_report(num_blocks=60)
     short = text_of(report_lines(report))
-    assert "… 23 healthy rows, at most 1.2x" in short
+    assert "… 23 healthy rows, at most 1.2 ×" in short
     assert "model.layers.10 " not in short
     assert "model.layers.30 " in short
     every = text_of(report_lines(report, all_sites=True))

@@ -65,7 +65,7 @@ def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool
         columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), evidence),
         rows=shown,
         num_left=3,
-        bare=True,
+        bare=not shown,
         marks=[_MARKS.get(state, "") for state, *_ in shown],
     )
 

@@ -110,7 +110,7 @@ def _each_alone(result: Quantization) -> list[Section]:
             (Column("KL alone", nats), "cost.kl_mean"),
             (Column("same top", "{:.2%}".format), "cost.same_top"),
             (Column("at its block", decimal), "block_error"),
-            (Column("floors", "{:,.0f}x".format), "times_floor"),
+            (Column("floors", "{:,.0f} ×".format), "times_floor"),
             (Column("max |x|", nats), lambda matrix: matrix.outliers and matrix.outliers.max),
             (Column("kurtosis", nats), lambda matrix: matrix.outliers and matrix.outliers.kurtosis),
             (

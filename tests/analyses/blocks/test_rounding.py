@@ -109,8 +109,10 @@ def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
         compare(a, bad, floor=[again])
     with pytest.raises(UsageError, match="is A itself"):
         compare(a, bad, floor=[a])
-    descent, *_ = compare(a, bad, floor=[b]).verdict.next
+    descent, *others = compare(a, bad, floor=[b]).verdict.next
     assert "divergence localize" in descent and descent.endswith("it takes no --floor; or by hand:")
+    comparisons = [command for command in others if command.startswith("divergence compare ")]
+    assert comparisons and all(f"--floor {root / 'b'}" in command for command in comparisons)
     # digests of a device's kind alone, held against the candidate's bytes
     monkeypatch.setattr(storage, "ReducedKeeper", partial(ReducedKeeper, hosts=True))
     folded = scaled(root, a, 0.5, name="folded", store="sketch")

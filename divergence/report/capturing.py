@@ -42,7 +42,7 @@ def captured_document(
     if dtype == UNKNOWN and UNKNOWN in settings.device:
         computed = "dtype and device unknown"
     facts = [
-        named(*model_facts(manifest)[0]),
+        *(named(*item) for item in model_facts(manifest) if item[0] in ("model", "  engine")),
         named("machine", f"{manifest.environment.label}, {computed}"),
     ]
     if manifest.mesh is not None:

@@ -144,8 +144,11 @@ def happened(manifest: Manifest, *, every: bool = False, more: str = "-v") -> li
     switches and reasons; ``every``: with the reasons why calls were left out, each on a line."""
     plan, settings = manifest.plan, manifest.settings
     sentences = changes(plan.plants, plan.substitutes)
-    for item in manifest.overrides:
-        sentences.append(named("", f"{item.name}: {item.used} instead of {item.reference}"))
+    sentences += [
+        named("", f"{item.name}: {item.used} instead of {item.reference}")
+        for item in manifest.overrides
+        if not item.name.startswith("engine")  # the model's facts have it
+    ]
     sentences += repeats(manifest.repeatability)
     if any(item.status in ("refused", "absent") for item in settings.switches):
         sentences += switch_sentences(settings.switches, more=more)
@@ -296,7 +299,7 @@ def _prompts(manifest: Manifest) -> Section:
         files = "".join(f", {note.path}" for note in sample.media)
         rows.append((number, len(sample.prompt_ids), made, shortened(text, 60) + files))
     num = sum(len(sample.prompt_ids) for sample in tokens.samples)
-    detail = f"{count(len(tokens.samples), 'sample')} of {count(num, 'token')}{forced}"
+    detail = f"{count(len(tokens.samples), 'prompt')} of {count(num, 'token')}{forced}"
     what = partial(count, noun="label") if manifest.training.train else "{:,} generated".format
     columns = [Column("", text) for text in (str, partial(count, noun="prompt token"), what, str)]
     table = Table(columns=columns, num_left=4, rows=rows)

@@ -28,6 +28,8 @@ from divergence.report.text import document_lines
 from divergence.words import count, decimal, limit_share, shortened, times
 
 WIDTH, HEIGHT = 80, 18
+_HEALTHY = 12
+"""Lines where all is well."""
 _NUM_ROWS = 5
 _MOST_WHY = 3
 _BY_REASONS = ("incomparable", "undetermined")
@@ -47,22 +49,24 @@ def screen_lines(report: Report, *, more: str = "add -v") -> list[Line]:
 def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0) -> Document:
     """The first screen. ``more``: how to see the rest. There are fewer rows where the rest is long,
     or there are ``num_above`` lines before it, then nothing of what is as usual (settings that are
-    the same, all compared), then fewer reasons where it alone is long."""
+    the same, all compared; where all is well its worst place), then fewer reasons where it alone is
+    long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
     width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
+    most = _HEALTHY if is_quiet(report) and not num_above else HEIGHT
+    usual = "worst" if is_quiet(report) else "" if lacking(report.coverage) else "compared"
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         screen = make(report, whole, num_rows, more)
         width = width if num_rows > 1 else MAX_WIDTH
-        height = HEIGHT - num_above * (num_rows > 1)
-        too_long = _num_lines(screen, width) > HEIGHT - num_above
+        height = most - num_above * (num_rows > 1)
+        too_long = _num_lines(screen, width) > most - num_above
         if num_rows < 2 and too_long and not without_blocks:
-            usual = {"compared"} if not lacking(report.coverage) else set()
             sentences = [
                 item
                 for item in screen.known
-                if item.label not in usual and (item.label != "settings" or item.style)
+                if item.label != usual and (item.label != "settings" or item.style)
             ]
             screen = dataclasses.replace(screen, known=sentences)
         if _num_lines(screen, width) <= height:
@@ -138,7 +142,7 @@ def _screen(report: Report, whole: Document, num_rows: int, more: str) -> Docume
     place = verdict.onset.site if verdict.onset else None
     texts = [sentence_behind(item, place) if place else item.text for item in facts]
     why = _why(_label_of_reasons(report), texts)
-    worst = _worst(report, max(1, num_rows))
+    worst = _worst(report, max(1, num_rows), explained=bool(facts))
     every = any(site.block for site in report.sites)
     rest = [*[f"every {'block' if every else 'tensor'}"] * bool(report.sites), "every setting"]
     hint = _hint(report, rest, more)
@@ -206,9 +210,10 @@ def _share_used(row: SiteRow, *, judged: bool) -> str:
     return "not finite" if num_bad(row.worst) else limit_share(row.share) if judged else ""
 
 
-def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
+def _worst(report: Report, num_rows: int, *, explained: bool) -> Table | list[Sentence]:
     """Show what is beyond a limit, else what comes nearest to it: one place in a line, more as a
-    table. Nothing where no size is known, or a healthy pair is held to no limit."""
+    table. Nothing where no size is known, a healthy pair is held to no limit, or it is the onset
+    alone, of which the reasons tell as much (``explained``)."""
     every = worst_rows(report)
     unlike = [row for row in every if not row.worst.identical]
     pairs = list(zip(unlike, worst_places(unlike), strict=True))
@@ -241,9 +246,10 @@ def _worst(report: Report, num_rows: int) -> Table | list[Sentence]:
         )
     ((row, place),) = shown
     onset = report.verdict.onset
-    if num_bad(row.worst) and onset is not None and onset.site == row.worst.site:
+    at_onset = onset is not None and onset.site == row.worst.site
+    if at_onset and (explained or num_bad(row.worst)):
         return []
-    where = "" if onset and onset.site == row.worst.site else f"{cut(row.worst.site, 40)}, "
+    where = "" if at_onset else f"{cut(row.worst.site, 40)}, "
     sizes = [
         f"{name}{decimal(error)}"
         for name, error in zip(

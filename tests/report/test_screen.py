@@ -78,6 +78,14 @@ def test_the_worst_rows_and_one_command(reports, screen):
     text = screen(report)
     assert sum(one.startswith("worst  ") for one in text) == 1
     assert sum(one.startswith("  divergence ") for one in text) == min(1, len(report.verdict.next))
+    # of the onset the reasons tell as much
+    known = msgspec.structs.replace(
+        report.verdict,
+        evidence=[Fact(text="B's error is 6 × A's")],
+        onset=msgspec.structs.replace(report.verdict.onset, site="model.layers.30:out"),
+    )
+    text = screen(msgspec.structs.replace(report, verdict=known))
+    assert not any(one.startswith("worst") for one in text)
     sites = [msgspec.structs.replace(site, flagged=True) for site in report.sites]
     verdict = reports.make_verdict("systematic")
     report = msgspec.structs.replace(plain(reports), sites=sites, tokens=None, verdict=verdict)
@@ -106,6 +114,25 @@ def test_a_healthy_pair_takes_twelve_lines_and_a_faulty_one_eighteen(reports, pr
     assert sum("divergence capture" in one for one in text) == 1
     if healthy:  # below the confidence that it raises
         assert text[[one[:10] for one in text].index("confidence") + 1].strip() == commands[0].text
+
+
+def test_a_long_answer_of_a_healthy_pair_leaves_its_worst_place_out(reports, printed):
+    """And keeps what was compared: of two dtypes there is much to say."""
+    report = plain(reports)
+    text = printed(
+        msgspec.structs.replace(
+            report,
+            candidate=msgspec.structs.replace(report.candidate, dtype="float16"),
+            sites=[msgspec.structs.replace(site, limit_usage=0.3) for site in report.sites],
+            visible=Visible(block=5e-3, forward=0.02, token=0.03),
+            verdict=reports.make_verdict(
+                "within_floor", summary="s " * 60, commands=[command("capture", like="a", o="b")]
+            ),
+        )
+    ).splitlines()
+    labels = [line[:10].strip() for line in text]
+    assert len(text) <= 12
+    assert "compared" in labels and "worst" not in labels
 
 
 @pytest.mark.parametrize("letters", [150, 180])

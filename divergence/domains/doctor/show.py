@@ -62,10 +62,14 @@ def _table(what: str, rows: Sequence[tuple[RungState, str, str]], *, every: bool
     shown = [row for row in rows if every or row[0] in ("fail", "unknown")]
     evidence = Column("evidence", str if every else partial(shortened, most=_LONGEST))
     return Table(
-        columns=(Column("", _WORDS.__getitem__, own=True), Column(what, own=True), evidence),
+        columns=(
+            Column("", _WORDS.__getitem__, own=True),
+            Column(what, "{}:".format, own=True),
+            evidence,
+        ),
         rows=shown,
         num_left=3,
-        bare=not shown,
+        bare=True,
         marks=[_MARKS.get(state, "") for state, *_ in shown],
     )
 

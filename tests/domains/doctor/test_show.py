@@ -42,7 +42,7 @@ def test_the_answer_is_short(pairs, invoke):
     assert "points  7 of 8 conditions of a fair comparison pass" in lines
     assert [line.split()[:2] for line in lines if line.startswith("  FAIL")] == [
         ["FAIL", "8"],
-        ["FAIL", "prefill"],
+        ["FAIL", "prefill:"],
     ]
     lines = invoke("doctor", *runs, "-v")[1].splitlines()
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
@@ -50,7 +50,7 @@ def test_the_answer_is_short(pairs, invoke):
     assert all(len(line) <= 80 for line in numbered[:7])
     assert "ladder  of causes: stops at prefill, which explains the rest" in lines
     assert any(line.startswith("  FAIL  prefill") for line in lines)
-    assert any(re.fullmatch(r"  - +decode +explained by prefill", line) for line in lines)
+    assert any(re.fullmatch(r"  - +decode: +explained by prefill", line) for line in lines)
     assert len(invoke("doctor", *runs, "-q")[1].splitlines()) == 2  # the verdict, and what fails
 
 
@@ -73,7 +73,7 @@ def test_markdown_ends_with_who_made_it(checkup):
     """So that a reader can make it again."""
     text = checkup.to_markdown()
     assert "`divergence doctor`" in text
-    assert "| FAIL | prefill | `the error is made at model.layers.1:out" in text
+    assert "| FAIL | prefill: | `the error is made at model.layers.1:out" in text
     assert "`A" not in text.splitlines()[0]
 
 

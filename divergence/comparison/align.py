@@ -17,7 +17,6 @@ both have but that ran on one side alone (an expert that no token was sent to) i
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter
@@ -554,6 +553,12 @@ class Alignment:
     """Pairs of an anchored pass are among ``pairs``."""
     notes: list[Fact]
     """Why no anchored pass was used although one was recorded."""
+    passes: Sequence[tuple[str, str, str]] = ()
+    """Those that are compared tensor by tensor (``compared_passes``)."""
+    pieces: tuple[Mapping[Coordinates, Piece], Mapping[Coordinates, Piece]] = ({}, {})
+    """Of the reference and the candidate, what may be paired."""
+    rename: NameMap = str
+    """Maps a site of the reference to the candidate's."""
 
     @property
     def unmatched(self) -> list[Skipped]:
@@ -571,8 +576,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         own, other = (name or None for name in prefix)
         rule = fact("align.prefix", reference=own, candidate=other)
     match_by_rule = sentence(rule)
-    notes: list[Fact] = []
-    passes = compared_passes(a, b, notes)
+    passes = compared_passes(a, b)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
     pieces_b = {} if replays else indexed(candidate, split=split)
     pieces_a = {} if replays else indexed(reference, split=split)
@@ -655,7 +659,10 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         skipped=skipped,
         prefix=prefix,
         anchored=any(label == "anchored" for label, _, _ in passes),
-        notes=notes,
+        notes=why_not_anchored(a, b),
+        passes=passes,
+        pieces=(pieces_a, pieces_b),
+        rename=rename,
     )
 
 
@@ -682,24 +689,22 @@ def renaming(
 
 def _reasons(run: Run) -> dict[Coordinates, Fact]:
     """Say why tensors of a run's ranks make no whole, in the words of who put them together."""
-    unmade: dict[Coordinates, str] = getattr(run, "unmade", {})
-    return {coordinates: plain(reason) for coordinates, reason in unmade.items()}
+    return {coordinates: plain(reason) for coordinates, reason in run.unmade.items()}
 
 
-def compared_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> list[tuple[str, str, str]]:
+def compared_passes(a: Manifest, b: Manifest) -> list[tuple[str, str, str]]:
     """Lists (name of the comparison, reference's pass, candidate's pass) of all that are compared
     tensor by tensor; the escalated pass is measured apart (measure.pairs)."""
-    anchored = anchored_passes(a, b, notes)
+    anchored = anchored_passes(a, b)
     return [*([("anchored", *anchored)] if anchored else []), ("free", "free", "free")]
 
 
-def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, str] | None:
+def anchored_passes(a: Manifest, b: Manifest) -> tuple[str, str] | None:
     """Finds the (reference's pass, candidate's pass) in which blocks had equal inputs, or where one
     side is a replay each operator had; if there is one."""
-    replayed = replayed_from(a, b)
     if a.plan.replayed_pass is not None or b.plan.replayed_pass is not None:
+        replayed = replayed_from(a, b)
         if replayed is None:
-            notes.append(fact("align.no_source_of_replay"))
             return None
         own = [REPLAYED if m.plan.replayed_pass is not None else replayed[1] for m in (a, b)]
         return own[0], own[1]
@@ -709,9 +714,17 @@ def anchored_passes(a: Manifest, b: Manifest, notes: list[Fact]) -> tuple[str, s
         return "anchored", "free"
     if a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to:
         return "anchored", "anchored"
-    if a.plan.anchored_to or b.plan.anchored_to:
-        notes.append(fact("align.anchored_to_others"))
     return None
+
+
+def why_not_anchored(a: Manifest, b: Manifest) -> list[Fact]:
+    """Say why no anchored pass is used although one was recorded."""
+    plans = a.plan, b.plan
+    if anchored_passes(a, b) is not None:
+        return []
+    if any(plan.replayed_pass is not None for plan in plans):
+        return [fact("align.no_source_of_replay")]
+    return [fact("align.anchored_to_others")] if any(plan.anchored_to for plan in plans) else []
 
 
 def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
@@ -815,7 +828,6 @@ def account(
     a: Run,
     b: Run,
     *,
-    rename: NameMap,
     escalated: Sequence[SiteResult] = (),
     operators: OperatorsResult | None = None,
 ) -> tuple[Alignment, list[PassCoverage]]:
@@ -831,13 +843,148 @@ def account(
             where=f"{a.path} and {b.path}",
             hint="capture other sites, or a prompt that has tokens",
         )
-    ledger = _Ledger(alignment, a, b, rename, escalated, operators)
-    ledger.tensors()
-    ledger.reference_alone()
-    ledger.operators()
-    ledger.candidate_alone()
-    rows = [row.result() for row in ledger.rows.values() if row.counts]
-    return replace(alignment, only_reference=[*alignment.only_reference, *ledger.missing]), rows
+    runs, rename = (a.manifest, b.manifest), alignment.rename
+    replays = any(manifest.plan.replayed_pass is not None for manifest in runs)
+    kinds = kinds_of(a), kinds_of(b)
+    pieces, partners = alignment.pieces
+    rows: dict[tuple[str, str], _Row] = {}
+    missing: list[Skipped] = []
+
+    def row_of(pass_: str, what: Literal["tensors", "operators"] = "tensors") -> _Row:
+        return rows.setdefault((pass_, what), _Row(pass_, what))
+
+    def lack(row: _Row, place: Coordinates, reason: Fact) -> None:
+        """A record of the reference that nothing was held against."""
+        row.add("missing", reason)
+        missing.append(Skipped(*place, "reference", reason))
+
+    # tensors of modules, in the passes that are compared one by one
+    forwards = {key[:3] for key in partners}
+    paired = {
+        (pair.pass_, piece.sample, piece.record.step, piece.record.site): pair
+        for pair in alignment.pairs
+        for piece in (pair.reference,)
+    }
+    alone, skipped = (
+        {(x.pass_, x.sample, x.step, x.site): x for x in items if x.side != "candidate"}
+        for items in (alignment.only_reference, alignment.skipped)
+    )
+    for label, ours_in, theirs_in in alignment.passes:
+        row = row_of(label)
+        again = (ours_in, theirs_in) == ("free", "anchored")
+        num_paired = num_empty = 0
+        for found_in, sample, step, site in pieces:
+            if found_in != ours_in:
+                continue
+            key = (label, sample, step, site)
+            if (pair := paired.pop(key, None)) is not None:
+                is_empty = _is_empty(pair.reference, pair.candidate)
+                num_empty, num_paired = num_empty + is_empty, num_paired + 1
+            elif again and (theirs_in, sample, step) not in forwards:
+                continue  # no anchor reached it: judged in the free pass
+            elif key in alone:
+                row.add("missing", alone[key].why)
+            elif key in skipped:
+                row.add("skipped", skipped.pop(key).why)
+            elif theirs_in == "anchored" and is_given(a.manifest, site):
+                row.add("elsewhere", fact("align.given"))
+            else:
+                is_partner = (theirs_in, sample, step, rename(site)) in partners
+                absent = fact("align.not_in_pass", pass_=theirs_in)
+                lack(row, key, UNACCOUNTED if is_partner else absent)
+        if num_empty:
+            row.add("empty", number=num_empty)
+        if num_paired > num_empty:
+            row.add("compared", number=num_paired - num_empty)
+    for item in skipped.values():  # parts of ranks that make no tensor
+        if item.side == "reference":
+            row_of(item.pass_).add("skipped", item.why)
+
+    # passes of the reference that are not compared tensor by tensor, and its weights
+    plan = b.manifest.plan
+    compared = {ours for _, ours, _ in alignment.passes}
+    judged = {(s.sample, s.step, s.site) for s in escalated if s.of != "candidate"}
+    whole = {record.coordinates for record in b.records if record.pass_ == "whole"}
+    for record in a.records:
+        kind = kinds[0](record)
+        pass_, sample, step, site = record.coordinates
+        if kind in ("operator", "truth") or (
+            kind == "tensor" and pass_ in compared and not replays
+        ):
+            continue
+        row = row_of(pass_)
+        if kind == "weight":
+            row.add("elsewhere", fact("align.by_digest"))
+        elif replays:
+            row.add("missing", fact("align.replay_has_operators_alone"))
+        elif kind == "whole":
+            if ("whole", sample, step, rename(site)) in whole:
+                row.add("elsewhere", fact("align.whole_alone"))
+            else:
+                lack(row, record.coordinates, fact("align.no_whole_pass"))
+        elif pass_ == "escalated":
+            if {(sample, step, site), (sample, step, rename(site))} & judged:
+                row.add("compared")
+            elif format_named(record.dtype).kind != "float":
+                row.add("elsewhere", fact("align.not_widened"))
+            elif "escalated" in plan.passes:
+                lack(row, record.coordinates, fact("align.other_escalated_inputs"))
+            else:
+                reason = fact("align.no_such_pass", pass_=pass_, other_inputs=False)
+                lack(row, record.coordinates, reason)
+        elif plan.anchored_to == a.manifest.id:
+            row.add("elsewhere", fact("align.closer"))
+        else:
+            reason = fact("align.no_such_pass", pass_=pass_, other_inputs=pass_ in plan.passes)
+            lack(row, record.coordinates, reason)
+
+    # operators, by module and forward: the calls may differ (comparison.calls)
+    lone = set()
+    if operators is not None:
+        lone = {call.site for call in operators.unmatched if call.side == "reference"}
+    called = [record for record in a.records if kinds[0](record) == "operator"]
+    callers = {
+        (r.pass_, r.sample, r.step, _caller(r))
+        for r in (b.records if called else ())
+        if kinds[1](r) == "operator"
+    }
+    passes = {ours: theirs for label, ours, theirs in alignment.passes if label == "anchored"}
+    if runs[0].escalated_to is not None and runs[0].escalated_to == runs[1].escalated_to:
+        passes["escalated"] = "escalated"
+    for record in called:
+        row = row_of(record.pass_, "operators")
+        other = passes.get(record.pass_)
+        caller = rename(f"{_caller(record)}:out").rpartition(":")[0]
+        if other is None and record.pass_ in ("anchored", "free") and "free" in passes:
+            row.add("elsewhere", fact("align.closer"))
+        elif other is None and record.pass_ == "free" and operators is not None:
+            row.add("elsewhere", fact("align.in_anchored_pass"))
+        elif other is None:
+            lack(row, record.coordinates, fact("align.no_anchored_operators"))
+        elif (other, record.sample, record.step, caller) not in callers:
+            reason = fact("align.no_operator_of", module=caller, pass_=other)
+            lack(row, record.coordinates, reason)
+        elif operators is None:
+            lack(row, record.coordinates, fact("align.operators_not_compared"))
+        else:
+            own = record.site.rpartition(":")[0] in lone
+            row.add("elsewhere" if own else "compared", fact("align.other_calls"))
+
+    # sites of modules that the reference has not, though it was asked to record them; but a rank
+    # hooks what it has
+    if a.manifest.plan.modules and all(manifest.mesh is None for manifest in runs):
+        ours = {rename(f"{path}:out").rpartition(":")[0] for path in a.manifest.plan.modules}
+        selects = _selects(a.manifest.plan.sites, plan.sites)
+        for item in alignment.only_candidate:
+            path = module_of(item.site)
+            note = plan.modules.get(path)
+            if note is None or path in ours or item.pass_ not in ("free", "anchored"):
+                continue
+            if selects(path, note):
+                row_of(item.pass_).add("extra", fact("align.no_such_module", module=path))
+
+    alignment = replace(alignment, only_reference=[*alignment.only_reference, *missing])
+    return alignment, [row.result() for row in rows.values() if row.counts]
 
 
 def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
@@ -856,180 +1003,6 @@ def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
 
 def _is_empty(piece: Piece, other: Piece) -> bool:
     return piece.record.numel == 0 and other.record.numel == 0
-
-
-class _Ledger:
-    """Fills the rows, and lists what is missing."""
-
-    def __init__(
-        self,
-        alignment: Alignment,
-        a: Run,
-        b: Run,
-        rename: NameMap,
-        escalated: Sequence[SiteResult],
-        operators: OperatorsResult | None,
-    ) -> None:
-        self._alignment, self._a, self._b, self._rename = alignment, a, b, rename
-        self._escalated, self._operators = escalated, operators
-        self._replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
-        self._split = a.manifest.tokens.layout != b.manifest.tokens.layout
-        self._kinds = kinds_of(a), kinds_of(b)
-        self._passes = compared_passes(a.manifest, b.manifest, [])
-        self.rows: dict[tuple[str, str], _Row] = {}
-        self.missing: list[Skipped] = []
-
-    def _row(self, pass_: str, what: Literal["tensors", "operators"]) -> _Row:
-        return self.rows.setdefault((pass_, what), _Row(pass_, what))
-
-    def _lack(self, row: _Row, place: Coordinates, reason: Fact) -> None:
-        """A record of the reference that nothing was held against."""
-        row.add("missing", reason)
-        self.missing.append(Skipped(*place, "reference", reason))
-
-    @functools.cached_property
-    def _theirs(self) -> Mapping[Coordinates, Piece]:
-        """The candidate's, asked for where the reference's are not all paired."""
-        return {} if self._replays else indexed(self._b, split=self._split)
-
-    @functools.cached_property
-    def _forwards(self) -> set[tuple[str, int, int]]:
-        return {key[:3] for key in self._theirs}
-
-    def tensors(self) -> None:
-        """Tensors of modules in the passes that are compared one by one."""
-        pieces = {} if self._replays else indexed(self._a, split=self._split)
-        paired = {
-            (pair.pass_, piece.sample, piece.record.step, piece.record.site): pair
-            for pair in self._alignment.pairs
-            for piece in (pair.reference,)
-        }
-        alone, skipped = (
-            {(x.pass_, x.sample, x.step, x.site): x for x in items if x.side != "candidate"}
-            for items in (self._alignment.only_reference, self._alignment.skipped)
-        )
-        for label, ours_in, theirs_in in self._passes:
-            row = self._row(label, "tensors")
-            again = (ours_in, theirs_in) == ("free", "anchored")
-            num_paired = num_empty = 0
-            for found_in, sample, step, site in pieces:
-                if found_in != ours_in:
-                    continue
-                key = (label, sample, step, site)
-                if (pair := paired.pop(key, None)) is not None:
-                    is_empty = _is_empty(pair.reference, pair.candidate)
-                    num_empty, num_paired = num_empty + is_empty, num_paired + 1
-                elif again and (theirs_in, sample, step) not in self._forwards:
-                    continue  # no anchor reached it: judged in the free pass
-                elif key in alone:
-                    row.add("missing", alone[key].why)
-                elif key in skipped:
-                    row.add("skipped", skipped.pop(key).why)
-                elif theirs_in == "anchored" and is_given(self._a.manifest, site):
-                    row.add("elsewhere", fact("align.given"))
-                else:
-                    is_partner = (theirs_in, sample, step, self._rename(site)) in self._theirs
-                    absent = fact("align.not_in_pass", pass_=theirs_in)
-                    self._lack(row, key, UNACCOUNTED if is_partner else absent)
-            if num_empty:
-                row.add("empty", number=num_empty)
-            if num_paired > num_empty:
-                row.add("compared", number=num_paired - num_empty)
-        for item in skipped.values():  # parts of ranks that make no tensor
-            if item.side == "reference":
-                self._row(item.pass_, "tensors").add("skipped", item.why)
-
-    def reference_alone(self) -> None:
-        """Passes of the reference that are not compared tensor by tensor, and its weights."""
-        a, b = self._a.manifest, self._b.manifest
-        compared = {ours for _, ours, _ in self._passes}
-        judged = {(s.sample, s.step, s.site) for s in self._escalated if s.of != "candidate"}
-        whole = {r.coordinates for r in self._b.records if r.pass_ == "whole"}
-        for record in self._a.records:
-            kind = self._kinds[0](record)
-            pass_, sample, step, site = record.coordinates
-            if kind in ("operator", "truth") or (
-                kind == "tensor" and pass_ in compared and not self._replays
-            ):
-                continue
-            row = self._row(pass_, "tensors")
-            if kind == "weight":
-                row.add("elsewhere", fact("align.by_digest"))
-            elif self._replays:
-                row.add("missing", fact("align.replay_has_operators_alone"))
-            elif kind == "whole":
-                if ("whole", sample, step, self._rename(site)) in whole:
-                    row.add("elsewhere", fact("align.whole_alone"))
-                else:
-                    self._lack(row, record.coordinates, fact("align.no_whole_pass"))
-            elif pass_ == "escalated":
-                if {(sample, step, site), (sample, step, self._rename(site))} & judged:
-                    row.add("compared")
-                elif format_named(record.dtype).kind != "float":
-                    row.add("elsewhere", fact("align.not_widened"))
-                elif "escalated" in b.plan.passes:
-                    self._lack(row, record.coordinates, fact("align.other_escalated_inputs"))
-                else:
-                    reason = fact("align.no_such_pass", pass_=pass_, other_inputs=False)
-                    self._lack(row, record.coordinates, reason)
-            elif b.plan.anchored_to == a.id:
-                row.add("elsewhere", fact("align.closer"))
-            else:
-                other_inputs = pass_ in b.plan.passes
-                reason = fact("align.no_such_pass", pass_=pass_, other_inputs=other_inputs)
-                self._lack(row, record.coordinates, reason)
-
-    def operators(self) -> None:
-        """Counts operators by module and forward: the calls may differ (comparison.calls)."""
-        lone = set()
-        if self._operators is not None:
-            lone = {call.site for call in self._operators.unmatched if call.side == "reference"}
-        ours = [r for r in self._a.records if self._kinds[0](r) == "operator"]
-        if not ours:
-            return
-        a, b = self._a.manifest, self._b.manifest
-        callers = {
-            (r.pass_, r.sample, r.step, _caller(r))
-            for r in self._b.records
-            if self._kinds[1](r) == "operator"
-        }
-        partners = {pass_a: other for label, pass_a, other in self._passes if label == "anchored"}
-        if a.escalated_to is not None and a.escalated_to == b.escalated_to:
-            partners["escalated"] = "escalated"
-        for record in ours:
-            row = self._row(record.pass_, "operators")
-            other = partners.get(record.pass_)
-            caller = self._rename(f"{_caller(record)}:out").rpartition(":")[0]
-            if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
-                row.add("elsewhere", fact("align.closer"))
-            elif other is None and record.pass_ == "free" and self._operators is not None:
-                row.add("elsewhere", fact("align.in_anchored_pass"))
-            elif other is None:
-                self._lack(row, record.coordinates, fact("align.no_anchored_operators"))
-            elif (other, record.sample, record.step, caller) not in callers:
-                reason = fact("align.no_operator_of", module=caller, pass_=other)
-                self._lack(row, record.coordinates, reason)
-            elif self._operators is None:
-                self._lack(row, record.coordinates, fact("align.operators_not_compared"))
-            else:
-                own = record.site.rpartition(":")[0] in lone
-                row.add("elsewhere" if own else "compared", fact("align.other_calls"))
-
-    def candidate_alone(self) -> None:
-        """Sites of modules that the reference has not, though it was asked to record them."""
-        a, b = self._a.manifest, self._b.manifest
-        if not a.plan.modules or a.mesh is not None or b.mesh is not None:
-            return  # a rank hooks what it has
-        ours = {self._rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
-        selects = _selects(a.plan.sites, b.plan.sites)
-        for item in self._alignment.only_candidate:
-            path = module_of(item.site)
-            note = b.plan.modules.get(path)
-            if note is None or path in ours or item.pass_ not in ("free", "anchored"):
-                continue
-            if selects(path, note):
-                why = fact("align.no_such_module", module=path)
-                self._row(item.pass_, "tensors").add("extra", why)
 
 
 def _selects(sites: Sequence[str], others: Sequence[str]) -> Callable[[str, ModuleNote], bool]:

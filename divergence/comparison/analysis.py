@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.comparison.advice import Advice
-    from divergence.comparison.align import Alignment, Pair
+    from divergence.comparison.align import Alignment, NameMap, Pair
     from divergence.comparison.experts import Routes
     from divergence.comparison.measure.truth import Truth
     from divergence.comparison.result import (
@@ -101,8 +101,6 @@ class Measured:
     """How much of each pass was compared."""
     notes: Sequence[Fact] = ()
     """Notes for the report. Those of ``alignment`` are evidence too."""
-    rename: Callable[[str], str] = str
-    """Maps a site of the reference to the candidate's."""
     anchored: bool
     """Were pairs of an anchored pass measured?"""
     routed: frozenset[str] = frozenset()
@@ -133,6 +131,11 @@ class Measured:
             None if sample is None or token is None or token < 0 else (sample, token)
             for sample, token in rows
         ]
+
+    @property
+    def rename(self) -> NameMap:
+        """Maps a site of the reference to the candidate's."""
+        return self.alignment.rename
 
     @property
     def unexplained(self) -> bool:

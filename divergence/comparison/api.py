@@ -22,7 +22,6 @@ from divergence.comparison.align import (
     load_name_map,
     opened,
     opened_truth,
-    renaming,
     replayed_from,
     run_notes,
     tokens_row,
@@ -115,7 +114,13 @@ def compare(
     if candidate is None:
         from divergence.comparison.within import compare_within, explain_within
 
-        given = {"--truth": truth, "--floor": floor, "--map": name_map}
+        given = {
+            "--truth": truth,
+            "--floor": floor,
+            "--map": name_map,
+            "--layers": layers,
+            "--force": force,
+        }
         if for_two := [option for option, value in given.items() if value]:
             raise UsageError(
                 f"{' and '.join(for_two)} belongs to a comparison of two runs, and there is one",
@@ -259,7 +264,6 @@ def measure_runs(
     against = None if truth is None else Truth(opened_truth(truth), a, b)
     # which tensor belongs to which, and the numbers of each pair
     alignment = aligned(a, b, names)
-    rename = names or renaming(a, b, None)[0]
     measured = measure_tensors(
         a, b, alignment, truth=against, floor=own_floor, thresholds=thresholds, measuring=measuring
     )
@@ -270,7 +274,7 @@ def measure_runs(
         )
         measured.samples.take(samples)
     sites = [*measured.sites, *escalated]
-    measured = replace(measured, sites=sites, preflight=lines, rename=rename)
+    measured = replace(measured, sites=sites, preflight=lines)
     # operators are measured before it is told what was compared, tokens with what is left
     measured = replace(measured, operators=numbers_of("operators", measured))
     if not alignment.pairs and measured.operators is None:
@@ -292,9 +296,7 @@ def measure_runs(
             if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
         ]
         alignment = replace(alignment, only_candidate=left)
-    alignment, covered = account(
-        alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
-    )
+    alignment, covered = account(alignment, a, b, escalated=escalated, operators=measured.operators)
     tokens = numbers_of("tokens", measured)
     # what to know of it: records that were left over, and what a truth cannot tell
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
@@ -325,7 +327,7 @@ def measure_runs(
     from divergence.comparison.trusted import trusted_limits
 
     quiet = replace(measuring, progress=None)
-    shown = trusted_limits(measured, one_or_more(floor), names=names, measuring=quiet)
+    shown = trusted_limits(measured, one_or_more(floor), measuring=quiet)
     return replace(measured, shown=shown)
 
 
@@ -345,7 +347,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     for answer in answers.values():
         parts.update(answer.parts)
     sites = []
-    for site in parts["sites"]:
+    for site in parts["sites"]:  # filled by the analysis ``blocks``, always
         if site.key in decision.flags:  # at least all of a limit, where it is told
             shares = {"limit_usage": site.limit_usage, "usage": site.usage}
             beyond = {key: None if x is None else max(1.0, x) for key, x in shares.items()}

@@ -52,9 +52,7 @@ def _opened(summary: RunSummary, notes: list[Fact]) -> Run | None:
 
 def _positions(report: Report, a: Run, b: Run) -> Positions | None:
     """The error at each token of one prompt's prefill: the onset's, or that of the worst site."""
-    passes = {
-        label: (in_a, in_b) for label, in_a, in_b in compared_passes(a.manifest, b.manifest, [])
-    }
+    passes = {label: (in_a, in_b) for label, in_a, in_b in compared_passes(a.manifest, b.manifest)}
     label = "anchored" if "anchored" in passes else "free"
     sites = [  # blocks' outputs in the first forward, with rows that are tokens
         site

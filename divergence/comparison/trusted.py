@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from divergence.comparison.align import NameMap, opened
+from divergence.comparison.align import opened
 from divergence.comparison.analysis import Measured, Shown, limits_used
 from divergence.comparison.measure.pairs import Measuring, aligned, measure_tensors
 from divergence.comparison.measure.reduced import equal_contents
@@ -50,7 +50,6 @@ def trusted_limits(
     measured: Measured,
     runs: Sequence[str | Path | Run],
     *,
-    names: NameMap | None,
     measuring: Measuring,
 ) -> Shown:
     """Tell what trusted runs use of their limits against the reference, the most by site.
@@ -66,7 +65,7 @@ def trusted_limits(
             raise _no_floor(run, "has the bits of B", a)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.set_fallback(a)
-        alignment = aligned(a, run, names)
+        alignment = aligned(a, run, None)  # named as A is, whose capture it repeats
         if blocking or not alignment.pairs:
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "

@@ -37,7 +37,7 @@ from divergence.facts import Fact, fact, worded
 from divergence.numerics.arrays import wide
 from divergence.numerics.logits import log_softmax, top_choices
 from divergence.recording.api import make_run
-from divergence.recording.passes import can_anchor
+from divergence.recording.passes import why_no_anchor
 from divergence.recording.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
 from divergence.run.manifest import Tokens
@@ -133,7 +133,7 @@ def explain_token(
         injection.errors[record.step] = (y - x if guilty == "candidate" else x - y, at.positions)
     injections = list(by_site.values())
     if not injections:
-        reason = can_anchor(a, a.manifest.plan.modules)
+        reason = why_no_anchor(a, a.manifest.plan.modules)
         raise UsageError(
             "there is no error of a block to add: the runs have no anchored pass in common"
             + (f" that holds {', '.join(sites[:3])}" if sites else ""),

@@ -31,7 +31,7 @@ from divergence.comparison.analysis import Measured, applying
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.decide import decide
 from divergence.comparison.measure.pairs import Measurer, Measuring, compare_escalated, measure_all
-from divergence.comparison.measure.rating import ModelFloor, PairNumbers
+from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.preflight import preflight
 from divergence.comparison.result import Report, Verdict, summary_of
@@ -42,7 +42,7 @@ from divergence.facts import Fact, fact, sentence, template_of, worded
 from divergence.numerics.floor import THRESHOLDS, Thresholds, spread
 from divergence.numerics.formats import format_named
 from divergence.recording.api import make_run
-from divergence.recording.passes import can_anchor
+from divergence.recording.passes import why_no_anchor
 from divergence.recording.plant import FORWARDS, parse_plant
 from divergence.run.command import Command, command, command_line
 from divergence.run.reader import Overlay, Run, own_truth
@@ -228,7 +228,7 @@ class SensitivityTrials:
         measurer = Measurer(
             self._a,
             overlay,
-            ModelFloor(self._thresholds),
+            self._thresholds,
             inputs=inputs_of(self._a, overlay),
             truth=measured.truth,
             own_floor=self._a if measured.floor is measured.reference else None,
@@ -645,7 +645,7 @@ def _made_here(
     a: Run, capturing: Callable[..., Run], out: Path, *, escalate: bool
 ) -> tuple[Run, Fact]:
     """A candidate for the while, and what it is."""
-    reason = can_anchor(a, a.manifest.plan.modules)
+    reason = why_no_anchor(a, a.manifest.plan.modules)
     if reason is not None:
         raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
     recorded = a.manifest.model.attn_implementation or "eager"
@@ -677,7 +677,7 @@ def _healthy(
     measured = measure_runs(a, b, lines, **given, measuring=Measuring(progress=progress))
     trials = SensitivityTrials(measured, thresholds=given["thresholds"])
     if not trials.blocks:
-        reason = can_anchor(a, a.manifest.plan.modules)
+        reason = why_no_anchor(a, a.manifest.plan.modules)
         if reason is not None:
             raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
         raise UsageError(

@@ -39,7 +39,6 @@ from __future__ import annotations
 import functools
 import math
 from statistics import NormalDist
-from typing import Literal
 
 import msgspec
 
@@ -48,8 +47,10 @@ from divergence.numerics.formats import Format, format_named
 
 ONE_ROUNDING = 0.41
 ACCUMULATOR_ROUNDOFF = 2.0**-24
-_STORES = {"block": 12, "inner": 12, "trunk": 2}
-_PRODUCTS = {"block": 4, "inner": 4, "trunk": 1}
+_STORES, _PRODUCTS = 12, 4
+"""Inside a block, on the way from its input to its output."""
+_TRUNK_STORES, _TRUNK_PRODUCTS = 2, 1
+"""Of a module outside all blocks."""
 _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in most models
 
 # Of log-probabilities: what rounding explains, as a mean of |Δ log p| in nats, by the dtype that a
@@ -164,23 +165,25 @@ THRESHOLDS = Thresholds()
 
 
 @functools.lru_cache(maxsize=256)
-def floor_weights(
-    form: Format, *, num_features: int, role: Literal["block", "inner", "trunk"]
-) -> tuple[float, float]:
+def floor_weights(form: Format, *, num_features: int, in_block: bool = True) -> tuple[float, float]:
     """(store, update): the floor of a row is √((store ‖out‖)² + (update ‖f(x)‖)²).
 
-    ``num_features``: length of the last axis, which tells the length K of the sums.
+    ``num_features``: length of the last axis, which tells the length K of the sums. ``in_block``:
+    of a repeated block or a module inside one; else of one of the trunk.
     Both are 0 for integer formats, where correct implementations do not differ.
     """
     u = form.unit_roundoff
     if u == 0:
         return 0.0, 0.0
     pair = math.sqrt(2) * ONE_ROUNDING
-    length = max(1, num_features) * (_WIDENING if role != "trunk" else 1)
+    stores, products, widening = _TRUNK_STORES, _TRUNK_PRODUCTS, 1
+    if in_block:
+        stores, products, widening = _STORES, _PRODUCTS, _WIDENING
+    length = max(1, num_features) * widening
     accumulator = min(ACCUMULATOR_ROUNDOFF, u)
-    stores = _STORES[role] * (pair * u) ** 2
-    sums = _PRODUCTS[role] * length * (ONE_ROUNDING * accumulator) ** 2
-    return pair * u, math.sqrt(stores + sums)
+    stored = stores * (pair * u) ** 2
+    sums = products * length * (ONE_ROUNDING * accumulator) ** 2
+    return pair * u, math.sqrt(stored + sums)
 
 
 _IN_A_BLOCK = 1.9
@@ -196,7 +199,7 @@ def input_bits(ratio: float, num_features: int) -> float:
     of either sign has the same relative error, whatever its length. ``ratio``: of the update's
     floor.
     """
-    _, update = floor_weights(format_named("float32"), num_features=num_features, role="block")
+    _, update = floor_weights(format_named("float32"), num_features=num_features)
     roundoff = ratio * update / (math.sqrt(2) * ONE_ROUNDING * _IN_A_BLOCK)
     return -math.log2(roundoff) - 1 if roundoff > 0 else math.inf
 

@@ -40,7 +40,7 @@ from divergence.recording.engines.identity import (
 )
 from divergence.recording.forwards import Sink, patched
 from divergence.recording.new_run import check_output, provenance
-from divergence.recording.passes import RecordedInputs, can_anchor
+from divergence.recording.passes import RecordedInputs, why_no_anchor
 from divergence.recording.past import Past, WeightsWatch, chance_of
 from divergence.recording.recorder import Hook, Recorder
 from divergence.recording.selection import SiteSelection
@@ -368,7 +368,7 @@ def record(
         source = None if like is None else Run.open(like)
         reason = None
         if source is not None:
-            reason = can_anchor(source, notes)
+            reason = why_no_anchor(source, notes)
             if not any(note.role == "block" for note in notes.values()):
                 reason = "the module has no blocks"
             if any(sample.prompt_ids for sample in source.manifest.tokens.samples):

@@ -305,7 +305,7 @@ def truth(
     options = TruthOptions(
         **plain_arguments(**{f.name: given[f.name] for f in fields_of(TruthOptions)})
     )
-    plain_arguments(force=force, command=command)
+    plain_arguments(force=force, command=command)  # raises for what is of no such type
     recorded = unsharded(Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(

@@ -48,7 +48,7 @@ from divergence.recording.widening import Widening, check_device
 from divergence.run.captured import CapturedTensor, Slot
 from divergence.run.contents import why_no_bytes
 from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens, Tokens, digest_tensor
-from divergence.run.reader import OwnFloor, Run
+from divergence.run.reader import COLUMNS, OwnFloor, Run
 from divergence.run.record import OWN_TRUTH, PassName, Record
 from divergence.run.site import is_of_parameter, is_scaled_with_loss, module_of
 from divergence.run.storage import Location, Url
@@ -98,7 +98,7 @@ def planned_passes(
     like, passes, missed = request.like, [Pass("free", compute_dtype=compute_dtype)], []
     escalate = request.escalate
     if like is not None and (request.anchor or escalate):
-        unfit = can_anchor(like, notes)
+        unfit = why_no_anchor(like, notes)
         if "anchor" in lacks:
             escalate = False
             missed.append(f"no anchored pass: {lacks['anchor']}")
@@ -170,7 +170,7 @@ def _why_not_whole(
     return None
 
 
-def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+def why_no_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     """None if the run holds what an anchored pass over a model of these modules needs, else why
     it does not, and what to do."""
     plan = run.manifest.plan
@@ -215,7 +215,7 @@ def why_not_anchored(own: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     """None if the free pass holds what the truth starts from, else why it does not."""
     if not any(note.role == "block" for note in notes.values()):
         return "the model has no blocks"
-    return can_anchor(own, notes)
+    return why_no_anchor(own, notes)
 
 
 @contextlib.contextmanager
@@ -446,7 +446,6 @@ class FloorSink:
             rows = rows and format_named(record.dtype).kind == "float"
             if record.pass_ == "free" and outer and rows and own.has_bytes(record):
                 self._free[record.site][record.sample, record.step] = record
-        self._scales: dict[str, np.ndarray] = {}
 
     def put(
         self, item: CapturedTensor, *, sample: int, step: int, site: str, order: int, **rest: Any
@@ -466,7 +465,7 @@ class FloorSink:
         columns = record.shape[-1]
         num_rows = record.numel // columns
         if tuple(truth.shape) != record.shape:
-            return np.full((num_rows, 6), np.nan)
+            return np.full((num_rows, len(COLUMNS)), np.nan)
         a = self._read(record)
         update = a
         if self._is_block(record.site):
@@ -477,28 +476,14 @@ class FloorSink:
         error = a - truth.double().reshape(-1, columns).numpy()
         with np.errstate(all="ignore"):
             squares = np.square(error)
-            scaled = np.square(error / self._scale(record.site, columns))
             if self._is_block(record.site):
                 good = np.isfinite(squares).all(axis=1)
                 sums = np.stack([squares[good].sum(axis=0), np.square(a[good]).sum(axis=0)])
                 self._channels[record.site] = self._channels.get(record.site, 0.0) + sums
-            seconds = [squares, np.square(a), np.square(update), scaled]
-            error2, size, updated, scaled2 = (np.sqrt(part.sum(axis=1)) for part in seconds)
-            fourth, scaled4 = (np.square(x).sum(axis=1) ** 0.25 for x in (squares, scaled))
-        return np.stack([error2, size, updated, fourth, scaled2, scaled4], axis=1)
-
-    def _scale(self, site: str, columns: int) -> np.ndarray:
-        """Each channel's rms over all forwards; of a channel that is 0 throughout any number."""
-        if site not in self._scales:
-            total, count = np.zeros(columns), 0
-            for record in self._free[site].values():
-                if record.shape[-1] == columns:
-                    total += np.square(np.nan_to_num(self._read(record))).sum(axis=0)
-                    count += record.numel // columns
-            rms = np.sqrt(total / max(1, count))
-            self._scales[site] = np.where(rms > 0, rms, 1.0)
-        scale = self._scales[site]
-        return scale if len(scale) == columns else np.ones(columns)
+            seconds = (squares, np.square(a), np.square(update))
+            roots = [np.sqrt(part.sum(axis=1)) for part in seconds]
+            fourth = np.square(squares).sum(axis=1) ** 0.25
+        return np.stack([*roots, fourth], axis=1)
 
     def _read(self, record: Record) -> np.ndarray:
         rows: np.ndarray = self._own.read(record).double().reshape(-1, record.shape[-1]).numpy()
@@ -538,8 +523,8 @@ class FloorSink:
 DEFAULT_TRUTH = "auto"
 """Where no run is repeated and nothing else is asked for."""
 _BEYOND = 16.0
-"""Times what rounding makes, from which on a capture says that its own float64 disagrees. The
-widest limit of one token's ratio is 12."""
+"""Times what rounding makes, from which on a capture says that its own float64 disagrees: more than
+the widest limit of one token's ratio, which is 12. It decides a note of the capture alone."""
 
 
 def mode_of(request: Request) -> str:
@@ -614,7 +599,7 @@ def disagreement(run: Run) -> tuple[str, float] | None:
         own = free[site]
         forms = [format_named(own.dtype), work]  # a residual in float32 is of 16-bit products
         weight = max(
-            max(floor_weights(form, num_features=own.shape[-1], role="block"))
+            max(floor_weights(form, num_features=own.shape[-1]))
             for form in forms
             if form.itemsize >= 2  # 8-bit weights are widened first
         )

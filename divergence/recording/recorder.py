@@ -471,7 +471,7 @@ class Recorder(Hook):
             return
         try:
             site, flat = self._sites[path, call, port]
-        except KeyError:
+        except KeyError:  # the tensors of one place are of one kind, so the first decides for all
             site = join_site(path + call, port) if self._wanted(path, port, tensor) else None
             flat = self._flat is not None and self._flat(path, port, tensor)
             self._sites[path, call, port] = site, flat

@@ -217,7 +217,6 @@ class UnshardedRun(View):
     def __init__(self, run: Run) -> None:
         super().__init__(run, [])
         self.disagreements: list[RankDisagreement] = []
-        self.unmade: dict[Coordinates, str] = {}
         self._whole: dict[Coordinates, Joined | Record] = {}
         self._records: dict[Coordinates, Record] = {}
         groups: dict[Coordinates, list[Record]] = {}

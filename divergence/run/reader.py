@@ -141,6 +141,9 @@ class Run:
         self.manifest = manifest
         self.records = records
         self.torn_tail = torn_tail
+        self.unmade: dict[Coordinates, str] = {}
+        """Tensors that the run's ranks hold in parts which make none (run.ranks), with the reason.
+        """
         self._shards: dict[str, Shard] = {}
         self._headers = None if store is None or store.far else Headers()
         self._read_bytes = 0
@@ -445,16 +448,16 @@ class Run:
 # The floor that a run carries: sums of its own error e = a - R, R its own float64 pass.
 #
 # The pass ``floor`` holds them of every output of a block, and of the modules outside blocks, that
-# is a float tensor of rows. By site and group of prompts, step 0 is one tensor (rows, 6), the rows
+# is a float tensor of rows. By site and group of prompts, step 0 is one tensor (rows, 4), the rows
 # of the free pass's forwards one after the other, by step, as far as the float64 pass came. Of a
 # block's output, step 1 is one tensor (2, D), over all forwards of all prompts, filed under the
 # first group.
 #
 # Roots are stored, in bfloat16: it has float32's range, and 8 bits are ample for statistics.
 
-COLUMNS = ("error", "size", "update", "fourth", "scaled", "scaled_fourth")
-"""By row: ‖e‖, ‖a‖, ‖a - x‖ (x what entered the block; elsewhere ‖a‖), (Σe⁴)^¼, ‖e/s‖,
-(Σ(e/s)⁴)^¼, s each channel's rms in a over all forwards of the site."""
+COLUMNS = ("error", "size", "update", "fourth")
+"""By row: ‖e‖, ‖a‖, ‖a - x‖ (x what entered the block; elsewhere ‖a‖), (Σe⁴)^¼. Older runs hold
+more of them, which are not read."""
 
 _Key = tuple[int, str]
 """(first sample of the group, site)."""
@@ -487,14 +490,16 @@ class OwnFloor:
         self._read: tuple[_Key, np.ndarray] | None = None
 
     def rows(self, own: Record) -> np.ndarray | None:
-        """``COLUMNS`` of each row (T, 6) of a record of the run's free pass; None where the floor
+        """``COLUMNS`` of each row (T, 4) of a record of the run's free pass; None where the floor
         does not hold it."""
         key = own.sample, own.site
         record = self._records.get(key)
-        if record is None or record.shape[1:] != (len(COLUMNS),) or not self.run.has_bytes(record):
+        if record is None or len(record.shape) != 2 or record.shape[1] < len(COLUMNS):
+            return None
+        if not self.run.has_bytes(record):
             return None
         if self._read is None or self._read[0] != key:
-            self._read = key, wide(self.run.array(record))
+            self._read = key, wide(self.run.array(record)[:, : len(COLUMNS)])
         steps = self._steps[key]
         start = sum(num for step, num in steps.items() if step < own.step)
         stop = start + steps.get(own.step, 0)

@@ -58,7 +58,6 @@ from divergence.comparison.measure.truth import (
     RowErrors,
     SamplesBySite,
     TruthStats,
-    stats_of,
 )
 from divergence.comparison.preflight import truth_tells
 from divergence.comparison.result import PromptRatio, SiteResult, Visible, num_rows, order_of
@@ -220,7 +219,7 @@ def build_units(
             tail=tail_of(ratios),
             mostly_equal=pass_ != "free" and 0 < 2 * num_differing < sum(map(num_rows, own)),
             widened=max(1.0, thresholds.widen * (shown or {}).get((pass_, site, phase), 0.0)),
-            truth=None if against is None else against.once(stats_of),
+            truth=None if against is None else against.stats,
         )
         units.append(unit)
     return sorted(units, key=lambda unit: min(map(order_of, unit.results)))

@@ -556,7 +556,7 @@ class _Looked:
         forms = self._formats(given[-1].reference.record, given[-1].candidate.record)
         unit = max(forms, key=lambda form: form.unit_roundoff)
         width = result.shape[-1] if result.shape else 1
-        store, update = floor_weights(unit, num_features=width, role="trunk")
+        store, update = floor_weights(unit, num_features=width, in_block=False)
         made = math.sqrt(max(0.0, result.token_rel_l2_median**2 - entering**2))
         allowed = math.sqrt(store**2 + update**2 + (self.thresholds.free_gain * entering) ** 2)
         size = made / allowed

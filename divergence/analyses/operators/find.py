@@ -80,7 +80,7 @@ def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
     """(the reference's, the candidate's), the anchored ones first."""
     if a.tokens.groups != b.tokens.groups:
         return []  # of other batches: other shapes, and rows of other prompts
-    anchored = anchored_passes(a, b, [])
+    anchored = anchored_passes(a, b)
     passes = [] if anchored is None else [anchored]
     plans = (a.plan, b.plan)
     same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to

@@ -464,7 +464,7 @@ def own_error(run: Run, nodes: Sequence[CallNode]) -> RegionError | None:
         return None
     parts = [((out - truth)[kept].norm(dim=1) / norm[kept]).square() for out in (value, stored)]
     num_rows, form = int(kept.sum()), format_named(last.dtype)
-    rounding = floor_weights(form, num_features=columns, role="inner")[0] / math.sqrt(2)
+    rounding = floor_weights(form, num_features=columns)[0] / math.sqrt(2)
     ideal = float(parts[1].sum()) or num_rows * rounding**2
     return RegionError(float(parts[0].sum()), ideal, num_rows * columns)
 
@@ -624,7 +624,7 @@ def _are_apart(where: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     x, y = x[both], y[both]
     norm, gap = max(float(x.norm()), float(y.norm())), float((x - y).norm())
     form = max((format_of(t.dtype) for t in (a, b)), key=lambda form: form.unit_roundoff)
-    floor = math.hypot(*floor_weights(form, num_features=where.shape[-1], role="inner"))
+    floor = math.hypot(*floor_weights(form, num_features=where.shape[-1]))
     return gap > THRESHOLDS.typical * floor * norm
 
 

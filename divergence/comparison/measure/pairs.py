@@ -33,7 +33,6 @@ from divergence.comparison.analysis import Measured, is_of_machine
 from divergence.comparison.constants import FEW_ROWS, FEWER_CHANNELS_TIMES
 from divergence.comparison.experts import Routes, Routing, unknown_blocks
 from divergence.comparison.measure.rating import (
-    ModelFloor,
     PairNumbers,
     Rater,
     SharedRounding,
@@ -158,7 +157,7 @@ class Measurer:
         self,
         reference: Run,
         candidate: Run,
-        floor: ModelFloor,
+        thresholds: Thresholds = THRESHOLDS,
         *,
         inputs: Run | None = None,
         truth: Truth | None = None,
@@ -182,7 +181,7 @@ class Measurer:
             candidate,
             self._pieces,
             self._routing,
-            floor,
+            thresholds,
             work,
             SharedRounding(runs, work),
             None if own_floor is None else floor_of(own_floor),
@@ -645,7 +644,7 @@ def measure_tensors(
     """The numbers of the pairs of ``alignment`` alone. ``inputs``: the run whose inputs anchored
     the candidate; found where it is not given."""
     measurer = Measurer(
-        a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth, own_floor=floor
+        a, b, thresholds, inputs=inputs or inputs_of(a, b), truth=truth, own_floor=floor
     )
     sites = measure_all(measurer, alignment.pairs, measuring)
     if is_of_machine(a.manifest) and is_of_machine(b.manifest):
@@ -729,7 +728,7 @@ def compare_escalated(
         measurer = Measurer(
             reference,
             run,
-            ModelFloor(thresholds),
+            thresholds,
             inputs=inputs,
             truth=by,
             work=format_named("float32"),

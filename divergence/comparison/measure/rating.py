@@ -9,7 +9,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -101,115 +101,108 @@ class Ratios:
     """Every row's ratio, of which those are the largest."""
 
 
-class ModelFloor:
-    """The floor from the stated rounding model; no reference run needed."""
+def ratios_of(
+    rows: RowMetrics,
+    *,
+    form: Format,
+    work: Format,
+    num_features: int,
+    in_block: bool,
+    inherited: RowMetrics | None,
+    beside: np.ndarray,
+    shared: float = 0.0,
+    num_members: int = 1,
+    thresholds: Thresholds = THRESHOLDS,
+) -> list[Ratios | None]:
+    """Holds the rows of pairs of one kind, (N, T) each, against the stated rounding model. None
+    where there is no row to judge, or nothing rounds (integers).
 
-    def __init__(self, thresholds: Thresholds = THRESHOLDS) -> None:
-        self.thresholds = thresholds
-
-    def ratios(
-        self,
-        rows: RowMetrics,
-        *,
-        form: Format,
-        work: Format,
-        num_features: int,
-        role: str,
-        inherited: RowMetrics | None,
-        beside: np.ndarray,
-        shared: float = 0.0,
-        num_members: int = 1,
-    ) -> list[Ratios | None]:
-        """Judges the rows of pairs of one kind, (N, T) each. None where there is no row to judge,
-        or nothing rounds (integers).
-
-        ``form``: what the site is stored in; ``work``: what the model computes in, which is
-        narrower where it keeps its stream in float32. In a free pass, ``inherited``: the rows of
-        the same modules' inputs, and ``beside`` (N,): the relative error of what else came in
-        (encoder states, rotary tables, and through attention or a cache the tokens before).
-        ``shared``: the rounding that all rows have in common. ``num_members``: of a batch, whose
-        rows follow each other in equal parts.
-        """
-        with np.errstate(all="ignore"):
-            # are most rows zero in the reference alone, or all that are not zero in both? No
-            # rounding does that
-            alone = np.isinf(rows.rel_l2).sum(axis=1)
-            num_measured = (~np.isnan(rows.rel_l2)).sum(axis=1)
-            some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
-            one_sided = (alone > 0) & ((alone * 2 > num_measured) | ~some)
-            if inherited is None:
-                rows = zero_rows(rows, form, num_features)
-            rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
-            floor = row_floor(
-                norm,
-                update,
-                form=form,
-                work=work,
-                num_features=num_features,
-                role=role,
-                shared=shared,
-            )
-            if floor is None:
-                return [None] * len(rel)
-            real = np.isfinite(rel) & (norm > 0)
-            share = 1.0 if update is None else update / norm
-            made, before = rel, beside[:, None]
-            if inherited is not None:
-                own = np.nan_to_num(inherited.rel_l2)
-                carried = own * inherited.norm / norm
-                made = np.sqrt(np.maximum(rel**2 - carried**2, 0.0))
-                before = np.maximum(before, own)
-            # What a module makes of an error that came in: its update moves along.
-            allowed = np.sqrt(floor**2 + (self.thresholds.free_gain * share * before) ** 2)
-            ratio = made / allowed
-            sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
-            usual = real & ~sinks
-            # a single row may be small by chance, and its error is not: that of what cancelled
-            own = allowed * norm
-            # by how many times: the quantile of the root of χ²_n / n that one row in a million is
-            # below (Wilson and Hilferty 1931), inverted; a few numbers may be as small as any
-            n = max(1, num_features)
-            root = 1 - 2 / (9 * n) - 4.75 * math.sqrt(2 / (9 * n))
-            most = (max(SMALL_BY_CHANCE_TIMES, root**-1.5) if root > 0 else math.inf) * own
-            single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
-            rows_usual, rows_sink = (
-                np.where(kept, values, -math.inf)
-                for kept, values in ((usual, single), (sinks, ratio))
-            )
-            columns = (
-                one_sided,
-                real.any(axis=1),
-                medians(floor, usual),
-                medians(ratio, usual),
-                rows_usual.max(axis=1, initial=-math.inf),
-                sinks.any(axis=1),
-                rows_sink.max(axis=1, initial=-math.inf),
-                np.maximum(rows_usual, rows_sink).argmax(axis=1),
-            )
-        rated: list[Ratios | None] = []
-        for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            lone, some, middle, typical, worst, has_sink, sink, row = values
-            if lone:
-                rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
-            elif not some:
-                rated.append(None)
-            else:
-                members: tuple[tuple[int, float, int, float], ...] = ()
-                largest = np.maximum(rows_usual[number], rows_sink[number])
-                if num_members > 1:
-                    members = _members(ratio[number], usual[number], largest, num_members)
-                rated.append(
-                    Ratios(
-                        middle,
-                        typical,
-                        worst,
-                        sink if has_sink else None,
-                        members,
-                        row,
-                        largest[real[number]],
-                    )
+    ``form``: what the site is stored in; ``work``: what the model computes in, which is
+    narrower where it keeps its stream in float32. In a free pass, ``inherited``: the rows of
+    the same modules' inputs, and ``beside`` (N,): the relative error of what else came in
+    (encoder states, rotary tables, and through attention or a cache the tokens before).
+    ``shared``: the rounding that all rows have in common. ``num_members``: of a batch, whose
+    rows follow each other in equal parts.
+    """
+    with np.errstate(all="ignore"):
+        # are most rows zero in the reference alone, or all that are not zero in both? No
+        # rounding does that
+        alone = np.isinf(rows.rel_l2).sum(axis=1)
+        num_measured = (~np.isnan(rows.rel_l2)).sum(axis=1)
+        some = (np.isfinite(rows.rel_l2) & (rows.norm > 0)).any(axis=1)
+        one_sided = (alone > 0) & ((alone * 2 > num_measured) | ~some)
+        if inherited is None:
+            rows = zero_rows(rows, form, num_features)
+        rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
+        floor = row_floor(
+            norm,
+            update,
+            form=form,
+            work=work,
+            num_features=num_features,
+            in_block=in_block,
+            shared=shared,
+        )
+        if floor is None:
+            return [None] * len(rel)
+        real = np.isfinite(rel) & (norm > 0)
+        share = 1.0 if update is None else update / norm
+        made, before = rel, beside[:, None]
+        if inherited is not None:
+            own = np.nan_to_num(inherited.rel_l2)
+            carried = own * inherited.norm / norm
+            made = np.sqrt(np.maximum(rel**2 - carried**2, 0.0))
+            before = np.maximum(before, own)
+        # What a module makes of an error that came in: its update moves along.
+        allowed = np.sqrt(floor**2 + (thresholds.free_gain * share * before) ** 2)
+        ratio = made / allowed
+        sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
+        usual = real & ~sinks
+        # a single row may be small by chance, and its error is not: that of what cancelled
+        own = allowed * norm
+        # by how many times: the quantile of the root of χ²_n / n that one row in a million is
+        # below (Wilson and Hilferty 1931), inverted; a few numbers may be as small as any
+        n = max(1, num_features)
+        root = 1 - 2 / (9 * n) - 4.75 * math.sqrt(2 / (9 * n))
+        most = (max(SMALL_BY_CHANCE_TIMES, root**-1.5) if root > 0 else math.inf) * own
+        single = made * norm / np.clip(medians(own, usual)[:, None], own, most)
+        rows_usual, rows_sink = (
+            np.where(kept, values, -math.inf) for kept, values in ((usual, single), (sinks, ratio))
+        )
+        columns = (
+            one_sided,
+            real.any(axis=1),
+            medians(floor, usual),
+            medians(ratio, usual),
+            rows_usual.max(axis=1, initial=-math.inf),
+            sinks.any(axis=1),
+            rows_sink.max(axis=1, initial=-math.inf),
+            np.maximum(rows_usual, rows_sink).argmax(axis=1),
+        )
+    rated: list[Ratios | None] = []
+    for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+        lone, some, middle, typical, worst, has_sink, sink, row = values
+        if lone:
+            rated.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
+        elif not some:
+            rated.append(None)
+        else:
+            members: tuple[tuple[int, float, int, float], ...] = ()
+            largest = np.maximum(rows_usual[number], rows_sink[number])
+            if num_members > 1:
+                members = _members(ratio[number], usual[number], largest, num_members)
+            rated.append(
+                Ratios(
+                    middle,
+                    typical,
+                    worst,
+                    sink if has_sink else None,
+                    members,
+                    row,
+                    largest[real[number]],
                 )
-        return rated
+            )
+    return rated
 
 
 def _members(
@@ -235,7 +228,7 @@ def row_floor(
     form: Format,
     work: Format,
     num_features: int,
-    role: str,
+    in_block: bool,
     shared: float = 0.0,
 ) -> np.ndarray | None:
     """The rounding model's floor of each row as a rel_l2; None where nothing rounds.
@@ -243,12 +236,9 @@ def row_floor(
     ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, of any shape; see numerics.floor.
     ``shared``: what all rows have in common.
     """
-    part: Literal["block", "inner", "trunk"] = (
-        "block" if role == "block" else "inner" if role == "inner" else "trunk"
-    )
-    store, update = floor_weights(form, num_features=num_features, role=part)
+    store, update = floor_weights(form, num_features=num_features, in_block=in_block)
     if work.unit_roundoff > form.unit_roundoff:
-        update = floor_weights(work, num_features=num_features, role=part)[1]
+        update = floor_weights(work, num_features=num_features, in_block=in_block)[1]
     if store == 0:
         return None
     share = 1.0 if update_norm is None else update_norm / norm
@@ -421,7 +411,7 @@ class SharedRounding:
         """``work``: what both sides computed in."""
         self._gates = 0.0
         if has_gates(runs[0].manifest) and work.itemsize <= 2:
-            apart_by = floor_weights(work, num_features=1, role="inner")[1]
+            apart_by = floor_weights(work, num_features=1)[1]
             self._gates = math.sqrt(2 * apart_by / math.pi)
         self._rounding, norms = 0.0, []
         stepped = any(run.manifest.training.optimizer is not None for run in runs)
@@ -557,7 +547,7 @@ class Rater:
         candidate: Run,
         pieces: Pieces,
         routing: Routing,
-        floor: ModelFloor,
+        thresholds: Thresholds,
         work: Format,
         shared: Callable[[str], float],
         own_floor: OwnFloor | None = None,
@@ -566,7 +556,7 @@ class Rater:
         self.samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
-        self._routing, self._floor, self._own_floor = routing, floor, own_floor
+        self._routing, self._thresholds, self._own_floor = routing, thresholds, own_floor
         self._floor_side = SIDES[own_floor is not None and own_floor.run is candidate]
         self._shared = shared
         self._work = work
@@ -681,18 +671,19 @@ class Rater:
         """The ratios of pairs of one kind."""
         first = alike[0]
         form, work = self._formats(first.pair)
-        all_ratios = self._floor.ratios(
+        all_ratios = ratios_of(
             stacked([rated.rows for rated in alike]),
             form=form,
             work=work,
             num_features=_last(first.numbers.shape),
-            role=self._role(first.pair),
+            in_block=self._role(first.pair) != "trunk",
             inherited=None
             if first.inherited is None
             else stacked([rated.inherited for rated in alike if rated.inherited is not None]),
             beside=np.array([rated.beside for rated in alike]),
             shared=self._shared(first.pair.reference.record.site),
             num_members=max(1, len(first.members or ())),
+            thresholds=self._thresholds,
         )
         for rated, ratios in zip(alike, all_ratios, strict=True):
             rated.ratios = ratios
@@ -708,7 +699,7 @@ class Rater:
                 form=form,
                 work=work,
                 num_features=width,
-                role=self._role(pair),
+                in_block=self._role(pair) != "trunk",
                 shared=self._shared(pair.reference.record.site),
             )
 
@@ -899,7 +890,7 @@ class Rater:
         are judged as without a truth (``AgainstTruth.alike``).
         """
         assert self._own_floor is not None
-        thresholds = self._floor.thresholds
+        thresholds = self._thresholds
         piece = pair.reference if self._floor_side == "reference" else pair.candidate
         rows_of_floor = self._own_floor.rows(piece.record)
         if rows_of_floor is None or pair.pass_ not in ("free", "anchored"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from divergence.run.command import command_line
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.run.site import is_norm, is_operator_site
+from divergence.run.site import is_norm, is_operator_site, module_of
 from divergence.words import SIDES, Side, grouped
 
 if TYPE_CHECKING:
@@ -164,14 +165,13 @@ class ChannelSums:
             np.maximum(self.sums[8:], channels[:2], out=self.sums[8:])
 
 
-@dataclass(slots=True)
+@dataclass
 class TruthSamples:
     """One site in one pass and phase: ``forwards`` in order, without their channels but with each
     row's floor (T,)."""
 
     forwards: list[tuple[SiteResult, AgainstTruth, np.ndarray]] = field(default_factory=list)
     channels: ChannelSums = field(default_factory=ChannelSums)
-    _gathered: list[Any] = field(default_factory=list)
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         """Adds one forward. ``floor`` (T,): of each row."""
@@ -179,11 +179,10 @@ class TruthSamples:
         rows = msgspec.structs.replace(against, channels=_NO_CHANNELS)
         self.forwards.append((result, rows, floor))
 
-    def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
-        """Return what ``gather``, always the same function, makes of this when it is complete."""
-        if not self._gathered:
-            self._gathered.append(gather(self))
-        return self._gathered[0]
+    @functools.cached_property
+    def stats(self) -> TruthStats | None:
+        """How the site stands to the truth; asked for when all forwards were added."""
+        return stats_of(self)
 
 
 class SamplesBySite:
@@ -663,8 +662,8 @@ def without_pads(manifest: Manifest, record: Record, array: np.ndarray) -> np.nd
 def typical_floor(manifest: Manifest, record: Record, *, dtype: str | None = None) -> float:
     """Return how far two correct results of one code are typically apart at a site, by the rounding
     model of its format, or of ``dtype`` (relative L2); 0 for what does not round."""
-    note = manifest.plan.modules.get(record.site.rpartition(":")[0])
-    role = "block" if note is None else note.role
+    note = manifest.plan.modules.get(module_of(record.site))
     features = record.shape[-1] if record.shape else 1
     form = format_named(dtype or record.dtype)
-    return math.hypot(*floor_weights(form, num_features=features, role=role))
+    in_block = note is None or note.role != "trunk"
+    return math.hypot(*floor_weights(form, num_features=features, in_block=in_block))

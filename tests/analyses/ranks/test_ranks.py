@@ -25,7 +25,6 @@ from divergence.comparison.align import Pair, Piece, align
 from divergence.comparison.measure import processes as ranks
 from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
-from divergence.comparison.measure.rating import ModelFloor
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.run.captured import CapturedTensor
@@ -178,7 +177,7 @@ def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedPro
 def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
     """What another process makes of it finds the same; a run is opened once."""
     a, b = Run.open(fleet / "a"), Run.open(fleet / "faulty")
-    measurer, pairs = Measurer(a, b, ModelFloor(), inputs=a), align(a, b).pairs
+    measurer, pairs = Measurer(a, b, inputs=a), align(a, b).pairs
     sent = _packed((measurer, pairs))
     assert len(sent) < 1_000 + 2_000 * len(pairs)
     runs: dict = {}
@@ -304,7 +303,7 @@ def three(monkeypatch):
 
 def case(fleet, name):
     a, b = Run.open(fleet / "a"), unsharded(Run.open(fleet / name))
-    measurer, pairs = Measurer(a, b, ModelFloor(), inputs=a), align(a, b).pairs
+    measurer, pairs = Measurer(a, b, inputs=a), align(a, b).pairs
     assert len(pairs) > 20
     return measurer, pairs
 

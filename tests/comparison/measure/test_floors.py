@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from divergence.comparison.measure.rating import ModelFloor, small_rows
+from divergence.comparison.measure.rating import ratios_of, small_rows
 from divergence.numerics.formats import format_named
 from divergence.numerics.sums import RowMetrics
 
@@ -28,11 +28,11 @@ def rated(norm, diff, **more):
         "form": BF16,
         "work": BF16,
         "num_features": WIDTH,
-        "role": "trunk",
+        "in_block": False,
         "inherited": None,
         "beside": np.zeros(1),
     }
-    return ModelFloor().ratios(rows, **how | more)[0]
+    return ratios_of(rows, **how | more)[0]
 
 
 def test_one_row_that_is_zero_in_the_reference_alone_is_an_error_of_the_usual_size():

@@ -20,7 +20,6 @@ from divergence.comparison.measure.pairs import (
     measure_pairs,
     results_of_pairs,
 )
-from divergence.comparison.measure.rating import ModelFloor
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.sums import has_compiled
 from divergence.run.captured import CapturedTensor
@@ -78,7 +77,7 @@ def case(dumps):
 
     def make():
         a, b = (Run.open(path) for path in dumps)
-        return Measurer(a, b, ModelFloor()), align(a, b).pairs
+        return Measurer(a, b), align(a, b).pairs
 
     return make
 
@@ -128,7 +127,7 @@ def test_logits_of_which_most_rows_are_no_numbers_are_measured_in_the_others(dum
             )
             writer.close(complete=True)
             runs.append(Run.open(tmp_path / f"{finite}-{number}"))
-        (site,) = measure_all(Measurer(*runs, ModelFloor()), align(*runs).pairs)
+        (site,) = measure_all(Measurer(*runs), align(*runs).pairs)
         assert (site.logits is not None) == (finite > 0)
         assert site.logits is None or 0 < site.logits.kl_mean < 1
 
@@ -209,7 +208,7 @@ def test_damage_is_named_by_the_pair_that_has_it(case, dumps, tmp_path):
     shard.write_bytes(data)
     a, b = Run.open(tmp_path / "a"), Run.open(tmp_path / "b")
     with pytest.raises(RunFormatError, match="wrong checksum") as error:
-        list(measure_pairs(Measurer(a, b, ModelFloor()), align(a, b).pairs))
+        list(measure_pairs(Measurer(a, b), align(a, b).pairs))
     assert "model.layers." in error.value.where
 
 
@@ -260,5 +259,5 @@ def test_equal_contents_are_checked_at_each_place(dumps, tmp_path):
     (b / "records.jsonl").write_text("".join(moved))
     runs = Run.open(tmp_path / "a"), Run.open(b)
     with pytest.raises(RunFormatError, match="wrong checksum") as error:
-        Measurer(*runs, ModelFloor()).measure_small(align(*runs).pairs)
+        Measurer(*runs).measure_small(align(*runs).pairs)
     assert "model.layers.1:in" in error.value.where

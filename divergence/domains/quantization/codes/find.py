@@ -213,7 +213,7 @@ def _add(site: _Site, measured: Measured, pieces: Pieces, pair: Pair, result: Si
         if wanted.shape != x.shape:
             return
     work = work_format(measured.reference.manifest, measured.candidate.manifest)
-    floor = floor_weights(work, num_features=x.shape[-1], role="inner")[1]
+    floor = floor_weights(work, num_features=x.shape[-1])[1]
     real = pieces.row_mask(pair.reference, tuple(x.shape))
     if real is not None:
         x, y = x.flatten(0, -2)[real], y.flatten(0, -2)[real]

@@ -902,7 +902,7 @@ def account(
 
     # passes of the reference that are not compared tensor by tensor, and its weights
     plan = b.manifest.plan
-    compared = {ours for _, ours, _ in alignment.passes}
+    compared = {own_pass for _, own_pass, _ in alignment.passes}
     judged = {(s.sample, s.step, s.site) for s in escalated if s.of != "candidate"}
     whole = {record.coordinates for record in b.records if record.pass_ == "whole"}
     for record in a.records:
@@ -948,7 +948,7 @@ def account(
         for r in (b.records if called else ())
         if kinds[1](r) == "operator"
     }
-    passes = {ours: theirs for label, ours, theirs in alignment.passes if label == "anchored"}
+    passes = {own_pass: other for label, own_pass, other in alignment.passes if label == "anchored"}
     if runs[0].escalated_to is not None and runs[0].escalated_to == runs[1].escalated_to:
         passes["escalated"] = "escalated"
     for record in called:
@@ -973,12 +973,12 @@ def account(
     # sites of modules that the reference has not, though it was asked to record them; but a rank
     # hooks what it has
     if a.manifest.plan.modules and all(manifest.mesh is None for manifest in runs):
-        ours = {rename(f"{path}:out").rpartition(":")[0] for path in a.manifest.plan.modules}
+        known_paths = {rename(f"{path}:out").rpartition(":")[0] for path in a.manifest.plan.modules}
         selects = _selects(a.manifest.plan.sites, plan.sites)
         for item in alignment.only_candidate:
             path = module_of(item.site)
             note = plan.modules.get(path)
-            if note is None or path in ours or item.pass_ not in ("free", "anchored"):
+            if note is None or path in known_paths or item.pass_ not in ("free", "anchored"):
                 continue
             if selects(path, note):
                 row_of(item.pass_).add("extra", fact("align.no_such_module", module=path))

@@ -117,14 +117,18 @@ def test_a_base_model_is_matched_with_its_causal_lm(run):
     assert back.coverage.num_compared == report.coverage.num_compared
 
 
-def test_a_name_map_matches_other_names(run, tmp_path):
-    """A file of module names pairs what no prefix pairs, and nothing else is paired."""
+def test_a_name_map_matches_other_names(run, replay, tmp_path):
+    """A file of module names pairs what no prefix pairs, and nothing else is paired; a trusted run,
+    which repeats A, has A's names."""
     names = tmp_path / "names.toml"
     names.write_text('[map]\n"model.layers.{n}" = "layers.{n}"\n')
     report = compare(run(), run(task="encoder"), name_map=names)
     assert {s.match for s in report.sites} == {"name map"}
     assert {module_of(s.site) for s in report.sites} == {f"model.layers.{n}" for n in range(3)}
     assert "model.norm:out" in {s.site for s in report.coverage.unmatched}
+    trusted = replay(run(), plants=["model.layers.1.mlp:out=scale:2"])
+    widened = compare(run(), run(task="encoder"), name_map=names, floor=[trusted])
+    assert any("most at model.layers.1:out" in note for note in widened.notes)
     off = run(task="encoder", plants=["layers.1.mlp:out=scale:2"])
     commands = compare(run(), off, name_map=names).verdict.commands
     assert "compare" in {each.name for each in commands}

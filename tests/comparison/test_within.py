@@ -233,9 +233,15 @@ def test_16_bits_send_to_float32(whole_run):
 
 
 def test_options_for_two_runs_are_refused(whole_run):
-    """A truth, a floor or a name map has no meaning for one run."""
+    """A truth, a floor, a name map, layers or --force have no meaning for one run."""
     run = whole_run(prompts=["Snow"], max_new_tokens=2)
-    for options in ({"truth": run}, {"floor": [run]}, {"name_map": "names.toml"}):
+    for options in (
+        {"truth": run},
+        {"floor": [run]},
+        {"name_map": "names.toml"},
+        {"layers": [run]},
+        {"force": True},
+    ):
         with pytest.raises(UsageError, match="a comparison of two runs"):
             compare(run, **options)
 

@@ -561,7 +561,7 @@ SENTENCES: Mapping[str, str] = {
     "not_clear": "{margin:.2f} × its limit; above 2 × it would be high",
     # that only rounding differs
     "only_rounding": (
-        "only rounding differs{sure:yes=|no=, as far as free runs tell}; {numbers:none=both "
+        "only rounding differs{sure:yes=|no=, as far as separate runs tell}; {numbers:none=both "
         "runs compute the same model|*=the models hold other numbers ({numbers:names 2 ; }), which "
         "moves nothing here beyond rounding}"
     ),

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from divergence.analyses.blocks.sections import SiteRow, num_bad, worst_places, worst_rows
-from divergence.analyses.blocks.units import worst_of
 from divergence.comparison.result import Report
 from divergence.document import Block, Column, Document, Section, Sentence, Table, named
 from divergence.facts import Fact, sentence_behind
@@ -25,7 +24,7 @@ from divergence.report.summary import (
     run_facts,
 )
 from divergence.report.text import document_lines
-from divergence.words import count, decimal, limit_share, shortened, times
+from divergence.words import count, decimal, limit_share, shortened
 
 WIDTH, HEIGHT = 80, 18
 _HEALTHY = 12
@@ -250,19 +249,11 @@ def _worst(report: Report, num_rows: int, *, explained: bool) -> Table | list[Se
     if at_onset and (explained or num_bad(row.worst)):
         return []
     where = "" if at_onset else f"{cut(row.worst.site, 40)}, "
-    sizes = [
-        f"{name}{decimal(error)}"
-        for name, error in zip(
-            ("A's error ", "B's ") if len(row.errors) == 2 else ("error ",),
-            row.errors,
-            strict=False,
-        )
-    ]
-    if row.flagged and len(sizes) == 2 and max(row.errors) < 1.5 * min(row.errors):
-        # the typical token's are alike, and another one is off
-        sizes = [f"one token's error {times(worst_of(row.worst))} what rounding makes"]
     used = limit_share(row.share)
-    text = f"{', '.join(sizes)}: {used}{' of' * used.endswith('%')} its limit" * judged
-    text = "not finite" if num_bad(row.worst) else text or ", ".join(sizes)
+    text = f"{used}{' of' * used.endswith('%')} its limit"
+    if num_bad(row.worst):
+        text = "not finite"
+    elif not judged:
+        text = f"error {' / '.join(map(decimal, row.errors))}"
     rest = "; the others equal bit for bit" * same
     return [named("worst", f"{text}; {where}{place}{rest}")]

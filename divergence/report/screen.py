@@ -26,9 +26,8 @@ from divergence.report.summary import (
 from divergence.report.text import document_lines
 from divergence.words import count, decimal, limit_share, shortened
 
-WIDTH, HEIGHT = 80, 18
-_HEALTHY = 12
-"""Lines where all is well."""
+HEIGHT, _HEALTHY = 18, 12
+"""Lines at most; and where all is well."""
 _NUM_ROWS = 5
 _MOST_WHY = 3
 _BY_REASONS = ("incomparable", "undetermined")
@@ -52,15 +51,12 @@ def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0)
     long."""
     without_blocks = not report.sites and report.verdict.kind != "incomparable"
     make = _without_blocks if without_blocks else _screen
-    width = MAX_WIDTH if without_blocks or report.verdict.kind in _BY_REASONS else WIDTH
     whole = document(report) if without_blocks else opening_of(report)
     most = _HEALTHY if is_quiet(report) and not num_above else HEIGHT
     usual = "worst" if is_quiet(report) else "" if lacking(report.coverage) else "compared"
     for num_rows in range(_NUM_ROWS, -_MOST_WHY if without_blocks else -1, -1):
         screen = make(report, whole, num_rows, more)
-        width = width if num_rows > 1 else MAX_WIDTH
-        height = most - num_above * (num_rows > 1)
-        too_long = _num_lines(screen, width) > most - num_above
+        too_long = _num_lines(screen) > most - num_above
         if num_rows < 2 and too_long and not without_blocks:
             sentences = [
                 item
@@ -68,13 +64,13 @@ def screen_document(report: Report, *, more: str = "add -v", num_above: int = 0)
                 if item.label != usual and (item.label != "settings" or item.style)
             ]
             screen = dataclasses.replace(screen, known=sentences)
-        if _num_lines(screen, width) <= height:
+        if _num_lines(screen) <= most - num_above * (num_rows > 1):
             break
     return screen
 
 
-def _num_lines(screen: Document, width: int) -> int:
-    return sum(len(fold(item, width)) for item in document_lines(screen))
+def _num_lines(screen: Document) -> int:
+    return sum(len(fold(item, MAX_WIDTH)) for item in document_lines(screen))
 
 
 def _without_blocks(report: Report, whole: Document, num_rows: int, more: str) -> Document:
@@ -200,7 +196,7 @@ def _hint(report: Report, rest: Sequence[str], more: str) -> list[Sentence]:
 def _runs(report: Report) -> list[Sentence]:
     """Each on one line, and what was done to it: a run may have many planted faults."""
     return [
-        item if item.label else dataclasses.replace(item, text=shortened(item.text, WIDTH - 12))
+        item if item.label else dataclasses.replace(item, text=shortened(item.text, MAX_WIDTH - 12))
         for item in run_facts(report)
     ]
 

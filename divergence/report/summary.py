@@ -68,7 +68,7 @@ def document(
         *(() if page else settings),
         *chain.from_iterable(made[name] for name in names),
         *(settings if page else ()),
-        *(() if background is None else (*_made(background), *_findings(report))),
+        *(() if background is None else _made(background)),
         *_coverage(report, full=verbose or page),
         *([Section(id="notes", heading="Notes", body=notes)] if notes else ()),
     ]
@@ -489,7 +489,7 @@ def _num_compared(row: PassCoverage) -> str:
     return "; ".join(filter(None, (*parts, row.reason)))
 
 
-# On a page alone: how the runs were made, and all findings.
+# On a page alone: how the runs were made.
 
 
 def _made(background: Background) -> list[Section]:
@@ -528,29 +528,6 @@ def machine_tables(facts: Mapping[str, Mapping[str, str | None]]) -> list[Table]
         Table(title="what is the same", columns=columns, rows=same, num_left=3, folded=folded),
     ]
     return [table for table in tables if table.rows]
-
-
-def _findings(report: Report) -> list[Section]:
-    findings = report.findings
-    table = Table(
-        title="findings",
-        columns=("finding", "role", "what was found"),
-        num_left=3,
-        folded=count(len(findings), "finding"),
-        rows=[(item.claim.replace("_", " "), item.role, item.summary) for item in findings],
-        below={
-            number: [Sentence(fact.text) for fact in (*item.evidence, *item.beside)]
-            for number, item in enumerate(findings)
-        },
-    )
-    section = Section(
-        id="findings",
-        title="All findings",
-        body=[table],
-        detail="what each analysis found. The verdict was made of these; a hint or a context is a "
-        "place to look, and no fault",
-    )
-    return [section] if findings else []
 
 
 # What the analyses show.

@@ -31,7 +31,7 @@ def test_a_page_is_written_beside_the_answer(runs, invoke, tmp_path):
     assert out.startswith("DIVERGED")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Snow fell" in page
-    for part in ("blocks", "tokens", "settings", "machines", "findings", "map-tokens", "map-steps"):
+    for part in ("blocks", "tokens", "settings", "machines", "map-tokens", "map-steps"):
         assert f'id="{part}"' in page, part
     packed = re.search(r'id="attachment">([^<]*)<', page)[1]
     report = json.loads(gzip.decompress(b64decode(packed)))

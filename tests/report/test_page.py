@@ -81,7 +81,7 @@ def test_the_verdict_is_the_terminals(reports, printed):
 
 
 def test_commands_are_there_in_full(reports):
-    """Each of them, with a button; and why, and all findings."""
+    """Each of them, with a button; and why."""
     report = reports.make_long_report()
     remarked = "divergence compare a b   # anywhere"
     verdict = msgspec.structs.replace(report.verdict, next=[*report.verdict.next, remarked])

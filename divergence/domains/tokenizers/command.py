@@ -79,7 +79,9 @@ def tokens_document(report: TokensReport) -> Document:
     table = Table(
         columns=("what", "texts", "first", Column("the text there", repr, left=True)),
         rows=[(cause.name, cause.num_texts, cause.first, cause.shown) for cause in report.causes],
-        below={n: [Sentence(cause.text)] for n, cause in enumerate(report.causes)},
+        below={  # a lone one stands in the headline
+            n: [Sentence(cause.text)] for n, cause in enumerate(report.causes) if report.causes[1:]
+        },
     )
     sections = [Section(title="why", body=[table])] if report.causes else []
     if report.settings:

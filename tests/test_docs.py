@@ -212,11 +212,9 @@ def test_the_floor_in_the_documents_is_the_code():
 
     rows = table("docs/verdicts.md", "The floor")
     by_name = {name.partition(",")[0]: cells for name, cells in rows.items()}
-    assert by_name["n_r"] == [str(floor._STORES["block"]), str(floor._STORES["trunk"])]
-    assert by_name["n_g"] == [str(floor._PRODUCTS["block"]), str(floor._PRODUCTS["trunk"])]
+    assert by_name["n_r"] == [str(floor._STORES), str(floor._TRUNK_STORES)]
+    assert by_name["n_g"] == [str(floor._PRODUCTS), str(floor._TRUNK_PRODUCTS)]
     assert by_name["K"] == [f"{floor._WIDENING} × the last axis", "the last axis"]
-    assert floor._STORES["block"] == floor._STORES["inner"]
-    assert floor._PRODUCTS["block"] == floor._PRODUCTS["inner"]
     text = (ROOT / "docs/verdicts.md").read_text(encoding="utf-8")
     assert f"rms {floor.ONE_ROUNDING} u" in text
     assert f"√2 · {floor.ONE_ROUNDING} u = {2**0.5 * floor.ONE_ROUNDING:.2f} u" in text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -95,13 +96,6 @@ class SiteRow(NamedTuple):
         result = self.main or self.free
         assert result is not None
         return result
-
-
-class Elision(NamedTuple):
-    """Healthy rows that were left out, and the worst of them."""
-
-    num_rows: int
-    worst: SiteRow
 
 
 def phases(report: Report) -> list[str]:
@@ -269,26 +263,27 @@ def _grouped(
     return sorted(groups, key=lambda item: (max(site.order for site in item[1]), item[0]))
 
 
-def elide(rows: list[SiteRow], *, max_rows: int = MAX_ROWS) -> list[SiteRow | Elision]:
-    """Leaves some ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
-    if len(rows) <= max_rows:
-        return list(rows)
-    marked = [i for i, row in enumerate(rows) if row.onset or row.flagged or row.inner]
-    kept = {*range(NUM_AROUND), *range(len(rows) - NUM_AROUND, len(rows)), *marked}
-    # the surroundings of the onset only: with many flagged rows theirs would be everything
-    for i in [i for i in marked if rows[i].onset] or marked[:1]:
-        kept.update(range(max(i - NUM_AROUND, 0), min(i + NUM_AROUND + 1, len(rows))))
-    shown: list[SiteRow | Elision] = []
-    gone: list[SiteRow] = []
-    for i, row in enumerate(rows):
-        if i not in kept:
-            gone.append(row)
-            continue
-        if gone:
-            shown.append(Elision(len(gone), max(gone, key=lambda r: badness(r.worst))))
-            gone = []
-        shown.append(row)
-    return shown
+def _elided(
+    rows: list[SiteRow], most: int | None
+) -> tuple[list[SiteRow], dict[int, list[Sentence]]]:
+    """Some ``most`` rows at most, and below which of them healthy ones are left out that are far
+    from anything flagged: how many, and the worst of them."""
+    numbers = list(range(len(rows)))
+    if most is not None and len(rows) > most:
+        marked = [n for n, row in enumerate(rows) if row.onset or row.flagged or row.inner]
+        kept = {*numbers[:NUM_AROUND], *numbers[-NUM_AROUND:], *marked}
+        # the surroundings of the onset only: with many flagged rows theirs would be everything
+        for n in [n for n in marked if rows[n].onset] or marked[:1]:
+            kept.update(numbers[max(n - NUM_AROUND, 0) : n + NUM_AROUND + 1])
+        numbers = sorted(kept)
+    below = {}
+    for number, (this, following) in enumerate(pairwise(numbers)):
+        if gone := rows[this + 1 : following]:
+            worst = max((row.worst for row in gone), key=badness)
+            size = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
+            text = f"… {count(len(gone), 'healthy row')}, at most {size}"
+            below[number] = [Sentence(text, indent=2, style="dim")]
+    return [rows[n] for n in numbers], below
 
 
 def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
@@ -635,16 +630,7 @@ def _phase(
 ) -> tuple[Table, Sentence]:
     """A table of some ``most`` rows at most, between which it says what is not there, and how many
     of all rows are beyond the limit."""
-    below: dict[int, list[Sentence]] = {}
-    shown: list[SiteRow] = []
-    for item in rows if most is None else elide(rows, max_rows=most):
-        if isinstance(item, SiteRow):
-            shown.append(item)
-            continue
-        site = item.worst.worst
-        size = times(site.ratio) if site.ratio is not None else decimal(site.rel_l2)
-        text = f"… {count(item.num_rows, 'healthy row')}, at most {size}"
-        below[len(shown) - 1] = [Sentence(text, indent=2, style="dim")]
+    shown, below = _elided(rows, most)
     sites = [site for site in report.sites if site.phase == phase]
     steps, prompts = ({getattr(site, name) for site in sites} for name in ("step", "sample"))
     over = [name for name, values in (("steps", steps), ("prompts", prompts)) if len(values) > 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from divergence.comparison.result import Background, Report
 from divergence.document import Block, Column, Section, Sentence, Table, each_in, out_of
@@ -16,7 +16,7 @@ from divergence.domains.collectives.result import (
 )
 from divergence.words import count, decimal, grouped, letter, limit_share, rank_names, share, size
 
-_MOST_FAULTS = 8
+_MOST_FAULTS, _MOST_ORDERS = 8, 12
 
 
 def sections(
@@ -90,34 +90,23 @@ def _side(side: CollectivesSide, whose: str, *, whole: bool) -> list[Section]:
         )
     more: list[Block] = []
     if side.orders:
-        # rows that say the same but for the size are one unless all are asked for
-        groups = grouped(
-            side.orders,
-            lambda order: (
-                order.collective,
-                order.dtype,
-                order.order,
-                order.accumulates or "-",
-                order.first,
-                order.elements if whole else 0,
-            ),
-        )
         more.append(
             Table(
                 title=f"order of addition{whose}",
                 num_left=6,
                 detail="found from outside, and replayed bit by bit",
                 folded="Order of addition",
+                most=_MOST_ORDERS,
                 **each_in(
-                    groups.values(),
-                    ("collective", lambda group: group[0].collective),
-                    ("dtype", lambda group: group[0].dtype),
-                    (Column("elements", _elements), list),
-                    ("order", lambda group: group[0].order),
-                    ("ranks added", lambda group: group[0].first),
-                    ("sums in", lambda group: _sums_in(group[0])),
-                    (Column("expected", decimal), lambda group: group[0].expected),
-                    (Column("error", decimal), lambda group: group[0].measured),
+                    side.orders,
+                    ("collective", "collective"),
+                    ("dtype", "dtype"),
+                    (Column("elements", "{:,}".format), "elements"),
+                    ("order", "order"),
+                    ("ranks added", "first"),
+                    ("sums in", _sums_in),
+                    (Column("expected", decimal), "expected"),
+                    (Column("error", decimal), "measured"),
                 ),
             )
         )
@@ -183,11 +172,6 @@ def _fault_rows(faults: Iterable[CollectiveFault], *, apart: bool) -> list[tuple
 
 def _right(row: CollectiveRow) -> str:
     return f"{row.num_right}" + (f" ({row.num_flushed} flushed)" if row.num_flushed else "")
-
-
-def _elements(group: Sequence[OrderRow]) -> str:
-    sizes = sorted({order.elements for order in group})
-    return " to ".join(f"{number:,}" for number in dict.fromkeys((sizes[0], sizes[-1])))
 
 
 def _sums_in(order: OrderRow) -> str:

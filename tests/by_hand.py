@@ -3,8 +3,6 @@
 Each part of a manifest may be given as a whole, or as the fields of it that are other ones.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -34,13 +32,7 @@ _PARTS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "settings": (
         Settings,
-        {
-            "deterministic": True,
-            "seed": 0,
-            "device": "cpu",
-            "max_new_tokens": 1,
-            "batch": False,
-        },
+        {"deterministic": True, "seed": 0, "device": "cpu", "max_new_tokens": 1, "batch": False},
     ),
     "environment": (
         Environment,

@@ -1,7 +1,5 @@
 """What every test stands on: no network, no settings of the user, tiny models built once."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

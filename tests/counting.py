@@ -1,7 +1,5 @@
 """Counts the work of a piece of code, which no other load on the machine changes."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

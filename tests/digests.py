@@ -1,7 +1,5 @@
 """Runs whose files a test changes: without digests, as other programs write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

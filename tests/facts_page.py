@@ -3,8 +3,6 @@
 python tests/facts_page.py       rewrites docs/facts.md
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 python tests/json_page.py       rewrites docs/json.md and docs/report.schema.json
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Hand-made answers and toy runs, by way of fixtures: test files cannot import each other."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """The package's own sources, for the tests that read them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -5,8 +5,7 @@ behind one is the code it must end with. A ```jsonl or ```toml block after a lin
 holds only `` `NAME`: `` is written to that file first.
 """
 
-from __future__ import annotations
-
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -222,8 +221,6 @@ def test_the_floor_in_the_documents_is_the_code():
 
 def test_the_worked_example_of_the_judge_is_the_code():
     """A block with W = 6.5 beside 29 healthy ones, of 4,000 numbers each."""
-    import math
-
     from divergence.comparison import judge
     from divergence.numerics.floor import THRESHOLDS
 

@@ -5,8 +5,6 @@ domains, and the names that docs/extending.md lists for them. Everything else co
 test of a domain opens a module of that domain, or another name of a listed module.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """docs/extending.md: the example is built as it stands there, and works."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from divergence import BatchOptions, capture, compare, domain
+from divergence.cli.main import app
 from divergence.layout import Line
 from divergence.recording import plant
 from divergence.report.summary import report_lines
@@ -93,7 +92,6 @@ def test_a_hint_does_not_change_the_verdict(example, runs, monkeypatch):
 
 def test_its_command_is_one_of_the_others(example, runs, capsys):
     """Listed where it wants to stand, and run."""
-    from divergence.cli.main import app
 
     def output(*words: object, code: int = 0) -> str:
         with pytest.raises(SystemExit) as ended:

@@ -3,8 +3,6 @@
 The modules that measure, judge and decide hold no English of their own: it stands in tables.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from divergence.facts import Fact, fact, filled, names_in, plain, sentence, template_of, worded
+from tests.facts_page import PAGE, page
 from tests.sources import PACKAGE, trees
 
 
@@ -144,6 +143,4 @@ def test_plain_words_come_from_elsewhere():
 @pytest.mark.whole
 def test_the_page_of_facts_is_that_of_the_tables():
     """docs/facts.md lists every table; ``python tests/facts_page.py`` writes it again."""
-    from tests.facts_page import PAGE, page
-
     assert PAGE.read_text(encoding="utf-8") == page()

@@ -6,8 +6,6 @@
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib
@@ -21,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import divergence
+from divergence import capture
 from divergence.comparison.analysis import places
 
 ROOT = Path(__file__).parents[1]
@@ -331,8 +330,6 @@ def test_the_list_of_commands_imports_none_of_them():
 def test_a_plain_comparison_loads_what_it_needs(verdict, llama, tmp_path):
     """Two runs without operators, ranks or a probe, with equal bits and with other kernels of
     attention: nothing of what does not apply, and no more modules than ever."""
-    from divergence import capture
-
     other = {} if verdict == "identical" else {"attn_implementation": "sdpa"}
     a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)
     capture(llama, like=a, out=tmp_path / "b", probe=False, **other)

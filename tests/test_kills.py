@@ -4,8 +4,6 @@ The kill comes at the n-th time that a file is opened for writing, renamed or re
 is made: Python's audit events tell of each before it happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -20,7 +18,8 @@ from typing import NoReturn
 
 import pytest
 
-from divergence import Run
+from divergence import Run, capture
+from divergence.cli.main import app
 from divergence.errors import DivergenceError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
@@ -57,9 +56,6 @@ def serve() -> None:
     """Runs the commands that stdin tells, each in a fork, and tells their exit statuses."""
     # What is imported here every fork has.
     import transformers.models.llama.modeling_llama  # noqa: F401
-
-    from divergence import capture, check, compare  # noqa: F401
-    from divergence.cli.main import app
 
     for line in sys.stdin:
         folder, words, kill_at = json.loads(line)
@@ -112,8 +108,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, llama):
     """A folder with a model and a run, twice."""
-    from divergence import capture
-
     folder = tmp_path_factory.mktemp("kills")
     capture(str(llama), out=folder / "a", prompts=["hi"], max_new_tokens=2, probe=False)
     shutil.copytree(folder / "a", folder / "old")

@@ -1,7 +1,5 @@
 """Numbers for people, at their edges."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Names in the code: a class is found by its name alone, and a local says what it is."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re
@@ -17,10 +15,7 @@ NAMES = {"one", "two", "found", "right", "told", "held", "known", "mine", "their
 """Whatever they stand for has a noun of its own."""
 MAYBE = re.compile(rf"\b({'|'.join(NAMES)})\b *([,:=)]|in |:=)")
 """How the text looks where one of them is bound; often it is prose."""
-NUMBERS = {
-    ("numerics/compiled.py", "one"),
-    ("domains/suite/operators.py", "one"),
-}
+NUMBERS = {("numerics/compiled.py", "one"), ("domains/suite/operators.py", "one")}
 """Where it is the number."""
 FIELDS = {("recording/machine.py", "found")}
 """Arguments named after what they become: a setting as it was found."""

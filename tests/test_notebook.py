@@ -1,7 +1,5 @@
 """docs/tutorial.ipynb: every cell runs, and finds what the text says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

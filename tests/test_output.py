@@ -1,7 +1,5 @@
 """Output files: whole or not at all, never in the place of something else; and who may write."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -12,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence import output
+from divergence import capture, output
+from divergence.cli.main import app
 from divergence.errors import UsageError
 from divergence.output import append_output, check_output, write_output
 from tests.sources import trees
@@ -121,8 +120,6 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama):
     """Two runs, a and b."""
-    from divergence import capture
-
     folder = tmp_path_factory.mktemp("outputs")
     for name in ("a", "b"):
         like = (
@@ -137,7 +134,6 @@ def runs(tmp_path_factory, llama):
 @pytest.fixture
 def command(runs, monkeypatch, capsys):
     """``command(words)``: (exit code, stderr) beside the runs."""
-    from divergence.cli.main import app
 
     def call(*words: object) -> tuple[int, str]:
         monkeypatch.chdir(runs)

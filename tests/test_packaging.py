@@ -1,7 +1,5 @@
 """What is shipped is what is here: metadata, pins, make targets and configs agree."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

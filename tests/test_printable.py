@@ -1,7 +1,5 @@
 """Text of a run prints as one line of plain characters, and stays readable."""
 
-from __future__ import annotations
-
 import json
 import sys
 import unicodedata

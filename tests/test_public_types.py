@@ -1,7 +1,5 @@
 """What `from divergence import ...` offers says its types, and none of them is Any."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

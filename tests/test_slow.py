@@ -1,7 +1,5 @@
 """What `make test` leaves out are further cases of tests that are there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A capture that is stopped half-way leaves a run that can be read: kill, interrupt, full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A machine without torch and transformers: runs are compared all the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

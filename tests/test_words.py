@@ -1,7 +1,5 @@
 """One vocabulary: the glossary, the help texts and the JSON say the same words."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

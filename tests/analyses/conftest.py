@@ -1,7 +1,5 @@
 """Hand-made answers and toy runs, shared by all that compares; what is judged of given numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The engines' benchmark in small: each kind of fault, in modules, in weights and in a graph."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A planted fault is in its block, from its block on, and nowhere else."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

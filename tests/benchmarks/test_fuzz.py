@@ -1,7 +1,5 @@
 """A short piece of benchmarks/fuzz.py: damaged runs end in an answer or in the tool's own error."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The localization benchmark in small: every fault it plants here is found, block and side."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

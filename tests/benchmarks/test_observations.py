@@ -1,7 +1,5 @@
 """Recorded pairs answer as the pairs did, and their columns are what they are said to be."""
 
-from __future__ import annotations
-
 import lzma
 import math
 import subprocess

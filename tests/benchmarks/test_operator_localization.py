@@ -1,7 +1,5 @@
 """The operator benchmark in small: what it plants is found, operator and side, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -100,7 +98,6 @@ def test_inside_a_fused_kernel_its_end_is_expected(bench):
     assert trial.site.endswith("self_attn/aten.bmm#2")
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_place_that_the_block_lacks(bench):
     """No trial: sdpa calls no softmax, llama has no router."""

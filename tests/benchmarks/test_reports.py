@@ -1,7 +1,5 @@
 """The museum of public reports: its cases are whole, and its grades are strict."""
 
-from __future__ import annotations
-
 import re
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """benchmarks/same_answers.py: what is a difference, and what its table of questions holds."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The edits that a net must notice can be planted: a file that moves takes its edit along."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

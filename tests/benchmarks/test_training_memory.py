@@ -1,7 +1,5 @@
 """The plan of a training step against what processes really allocate and send."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

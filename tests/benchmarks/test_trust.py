@@ -1,7 +1,5 @@
 """The benchmark of trust judges its answers rightly, and some of its cases hold."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,13 +70,10 @@ def test_every_case_has_a_name_of_its_own_and_a_sentence():
         "before_head",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "one_head_of_one_prompt",
-                "nan_in_both_and_fault",
-                "missing_layer",
-                "healthy_passes",
-                "one_prompt_of_reference",
-            )
+            for name in """
+                one_head_of_one_prompt nan_in_both_and_fault missing_layer healthy_passes
+                one_prompt_of_reference
+            """.split()
         ),
     ],
 )

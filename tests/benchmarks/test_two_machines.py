@@ -1,7 +1,5 @@
 """benchmarks/two_machines.py: what counts as wrong, and one fault of each kind played through."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

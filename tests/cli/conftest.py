@@ -1,7 +1,5 @@
 """The hand-made answers, and functions in place of an API's own."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -6,8 +6,6 @@ The JSON freezes the surface: a change of it is a change that users meet, so it 
 made on purpose, together with a line in the changelog.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Bad input on the command line: what happened, what to try, exit code 2, and nothing half-made."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from divergence import capture
 from divergence.errors import ModelError
+from divergence.recording.engines import sessions as api
 from tests.digests import without_digests
 
 SHORT = ("-q", "--max-new-tokens", "2")
@@ -46,8 +45,6 @@ def refused(invoke, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_model):
     """Runs by name: one, the same again with nan, and others that cannot be compared with it."""
-    from divergence import capture
-
     folder = tmp_path_factory.mktemp("runs")
     llama, other = str(tiny_model("llama")), str(tiny_model("llama", seed=1))
     options = {"max_new_tokens": 2}
@@ -232,9 +229,6 @@ def test_code_that_comes_with_a_model(refused, tiny_model, tmp_path):
 @pytest.mark.parametrize("source", ["org/evil", "run/evil", "../evil"])
 def test_a_run_gives_no_leave_to_run_code(refused, runs, tmp_path, monkeypatch, source):
     """A run from elsewhere may say that its model's code was trusted; that was there, not here."""
-    from divergence.errors import ModelError
-    from divergence.recording.engines import sessions as api
-
     asked = []
 
     def load_model(loading, **options):

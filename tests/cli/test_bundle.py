@@ -1,7 +1,5 @@
 """`divergence bundle`: one zip to send, of two runs in a home directory."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """capture, inspect and env on the command line."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -10,14 +8,9 @@ import msgspec
 import pytest
 
 from divergence.numerics.summary import Summary
-from divergence.run.manifest import (
-    Manifest,
-    Plan,
-    SampleTokens,
-    Sizes,
-    Switch,
-    Tokens,
-)
+from divergence.recording import machine as environment
+from divergence.run import reader
+from divergence.run.manifest import Manifest, Plan, SampleTokens, Sizes, Switch, Tokens
 from divergence.run.record import Place, Record
 from tests import by_hand
 
@@ -188,12 +181,7 @@ def test_like_takes_only_the_machine_from_settings(invoke, capturing, monkeypatc
     assert given(capturing)["device"] == "cpu"
     assert invoke("capture", "--like", "a", "-o", "b", "--no-anchor", "--model", "here")[0] == 0
     assert capturing[-1][0] == "here"
-    assert given(capturing) == {
-        "out": "b",
-        "like": "a",
-        "device": "cpu",
-        "anchor": False,
-    }
+    assert given(capturing) == {"out": "b", "like": "a", "device": "cpu", "anchor": False}
 
 
 @pytest.mark.parametrize(
@@ -249,8 +237,6 @@ def test_dry_run_lists_and_needs_no_directory(invoke, capturing):
 @pytest.fixture
 def opened(monkeypatch):
     """Makes Run.open return a FakeRun."""
-    from divergence.run import reader
-
     run = FakeRun()
     monkeypatch.setattr(reader.Run, "open", classmethod(lambda cls, path: run))
     return run
@@ -332,8 +318,6 @@ def test_inspect_of_no_run_is_wrong_usage(invoke, tmp_path):
 
 def test_env(invoke, monkeypatch):
     """The machine, as text and as JSON."""
-    from divergence.recording import machine as environment
-
     monkeypatch.setattr(
         environment, "collect_environment", lambda device="auto": make_manifest().environment
     )

@@ -1,7 +1,5 @@
 """`divergence check` in CI: what it writes beside the terminal."""
 
-from __future__ import annotations
-
 import json
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """compare and check on the command line: what they print and how they end."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

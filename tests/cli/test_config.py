@@ -1,7 +1,5 @@
 """Settings, presets and how configs are found."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -17,6 +15,7 @@ from divergence.config import (
     load_toml,
 )
 from divergence.errors import ConfigError
+from divergence.run.site import compile_patterns
 
 
 def test_nothing_set_is_nothing(tmp_path):
@@ -122,8 +121,6 @@ def test_shipped_presets_load_and_compile(name):
 )
 def test_presets_select_what_they_are_called(preset, site, expected):
     """The names that transformers gives these modules are found, and others are not."""
-    from divergence.run.site import compile_patterns
-
     patterns = [pattern for pattern in expand_sites([preset]) if pattern != "blocks"]
     assert compile_patterns(patterns)(site) is expected
 

@@ -1,7 +1,5 @@
 """The demo on a model of the user's own: the steps run, and the planted fault is found."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -10,6 +8,7 @@ import pytest
 import typer
 
 from divergence.cli import demo
+from divergence.cli.main import app
 
 
 @pytest.fixture
@@ -20,8 +19,6 @@ def in_process(monkeypatch, own_truths):
     ran = []
 
     def run(plan, arguments, variables, title):
-        from divergence.cli.main import app
-
         ran.append((arguments, variables))
         with pytest.raises(SystemExit) as ended:
             app(

@@ -1,9 +1,8 @@
 """docs/commands.md has every option, and the beginning of what --help says of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,8 +33,6 @@ def test_every_option_of_help_is_in_the_docs(name, invoke):
 
 def test_every_example_parses(invoke, monkeypatch, tmp_path):
     """The first word of each example is a command, and its options exist."""
-    import shlex
-
     commands = surface.commands()
     texts = "\n".join(command.epilog or "" for command in commands.values())
     lines = map(str.strip, texts.splitlines())

@@ -1,7 +1,5 @@
 """The whole way on a tiny model: capture, repeat, compare, check, bless."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Faults at the ends, as a user meets them: exit codes and what is said where."""
 
-from __future__ import annotations
-
 import pytest
 
 

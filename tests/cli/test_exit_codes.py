@@ -1,7 +1,5 @@
 """Exit code 1 is a verdict, and nothing else: whatever runs out, breaks or stops a command."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

@@ -5,8 +5,6 @@ and marks of direction, whatever the field: found by walking the types, so that 
 planted as well.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import types
@@ -18,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from divergence import MachineOptions, Run
+from divergence import MachineOptions, Run, capture
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record
 from divergence.run.site import ROOT, escape_path
@@ -125,8 +123,6 @@ def _plain(kind: Any) -> tuple[type, ...]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama) -> Path:
     """``a``, and ``b`` which has a fault and another machine's texts."""
-    from divergence import capture
-
     folder = tmp_path_factory.mktemp("hostile")
     sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]
     capture(llama, out=folder / "a", max_new_tokens=2, sites=sites)

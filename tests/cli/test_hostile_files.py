@@ -1,7 +1,5 @@
 """Files that a command reads besides runs: whatever they are, it ends with 2 and names the file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run from elsewhere names blocks, sites, models, machines: no printed command obeys them."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path
@@ -15,11 +13,7 @@ from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.errors import RunFormatError
 from divergence.run.captured import CapturedTensor
 from divergence.run.command import quoted
-from divergence.run.manifest import (
-    Mesh,
-    MeshAxis,
-    ModuleNote,
-)
+from divergence.run.manifest import Mesh, MeshAxis, ModuleNote
 from divergence.run.site import escape_path
 from divergence.run.writer import RunWriter
 from tests import by_hand

@@ -1,10 +1,9 @@
 """compare --html, --svg, --png: a page or a picture beside the answer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
+import shutil
 import sys
 from base64 import b64decode
 from pathlib import Path
@@ -71,8 +70,6 @@ def test_the_error_of_each_token(runs):
 
 def test_runs_that_are_gone_leave_a_page(runs, tmp_path):
     """What only they hold is left out, and the page says so."""
-    import shutil
-
     a, b = tmp_path / "a", tmp_path / "b"
     for source, target in zip(runs, (a, b), strict=True):
         shutil.copytree(source, target)

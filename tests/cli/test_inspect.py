@@ -1,7 +1,5 @@
 """`divergence inspect` of a run that holds operators."""
 
-from __future__ import annotations
-
 import json
 
 from divergence import capture

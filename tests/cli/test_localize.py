@@ -1,7 +1,5 @@
 """`divergence localize` on the command line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Exit codes, errors and start-up: what every command has in common."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from divergence import __version__
+from divergence.cli import main
 from divergence.errors import DivergenceError, ModelError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,8 +212,6 @@ def test_settings_that_mean_nothing_are_told(invoke, replace_api, reports, monke
 
 def test_a_warning_of_our_own_is_one_line():
     """Without the line of source that Python prints; a library's says where it comes from."""
-    from divergence.cli import main
-
     own = main._warning_text("no such limit", UserWarning, main.__file__, 3)
     assert own == "warning: no such limit\n"
     assert "torch/x.py:3: UserWarning" in main._warning_text("old", UserWarning, "torch/x.py", 3)

@@ -1,7 +1,5 @@
 """Runs in archives and object stores, by every command that takes one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Of several processes the first speaks; another only where the trouble is its own."""
 
-from __future__ import annotations
-
 import io
 import sys
 
@@ -9,6 +7,7 @@ import pytest
 
 from divergence.cli import main, streams
 from divergence.errors import FaultError, UsageError
+from divergence.gate import policy
 
 
 @pytest.fixture
@@ -64,7 +63,6 @@ def test_errors_are_held_back_until_rank_0_had_its_say(as_rank, monkeypatch, cap
 )
 def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said):
     """With the rank's number, once."""
-    from divergence.gate import policy
 
     def fail(_):
         raise error
@@ -78,7 +76,6 @@ def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said
 
 def test_nobody_waits_after_ctrl_c(as_rank, monkeypatch, capsys):
     """It is said once, by rank 0, and all end at once."""
-    from divergence.gate import policy
 
     def stop(_):
         raise KeyboardInterrupt

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from divergence import RecordOptions
+from divergence import RecordOptions, capture
+from divergence import truth as make_truth
 
 MODES = ("sketch", "stats", "hash")
 
@@ -12,9 +13,6 @@ MODES = ("sketch", "stats", "hash")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_model):
     """For each mode ``a``, and ``b`` with a fault; a truth of the sketched one; one in part."""
-    from divergence import capture
-    from divergence import truth as make_truth
-
     folder = tmp_path_factory.mktemp("reduced")
     model = str(tiny_model("llama", hidden=256))
     plant = ["model.layers.1.mlp:out=scale:1.3"]

@@ -1,7 +1,5 @@
 """`divergence replay` and `divergence repro`, as they are typed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

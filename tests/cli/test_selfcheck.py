@@ -1,7 +1,5 @@
 """`divergence selfcheck`: the sentence, the table, the exit code."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """selftest: every path on the CPU, one file; a step that breaks stops nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

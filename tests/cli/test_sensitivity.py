@@ -1,7 +1,5 @@
 """sensitivity on the command line: what it asks for, what it prints, how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the answer cannot be written or Ctrl-C comes, the exit code is no answer and no fault."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The surface is frozen and documented."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

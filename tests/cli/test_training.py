@@ -1,7 +1,5 @@
 """capture --train: options that make no step are refused, with what to type instead."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.whole

@@ -3,8 +3,6 @@
 Each model and each run here tries to make a file called ``evil``; none may.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The commands a report ends with, followed to the letter, lead to what they promise."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ of its own that repeats the same runs. Real machines differ more than these do, 
 ratios seen must stay far below what raises an alarm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

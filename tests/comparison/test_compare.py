@@ -1,7 +1,5 @@
 """compare(): what is matched, what is left out, and which verdict follows."""
 
-from __future__ import annotations
-
 import collections
 import shutil
 
@@ -9,9 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from divergence import BatchOptions, capture, compare
+from divergence import BatchOptions, Run, capture, compare
 from divergence.comparison.align import find_prefix, load_name_map
-from divergence.errors import ConfigError, IncomparableError
+from divergence.errors import ConfigError, IncomparableError, RunFormatError
+from divergence.recording.plant import Plant
 from divergence.run.site import module_of
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -139,11 +138,7 @@ def test_a_name_map_matches_other_names(run, replay, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [
-        ('[map]\n"a.{n}" = "b"', "equally many"),
-        ('[mapp]\n"a" = "b"', "map"),
-        ("[map", "TOML"),
-    ],
+    [('[map]\n"a.{n}" = "b"', "equally many"), ('[mapp]\n"a" = "b"', "map"), ("[map", "TOML")],
 )
 def test_wrong_name_maps_are_refused(text, told, tmp_path):
     """The error names the file and what is wrong in it."""
@@ -209,8 +204,6 @@ def test_other_weights_are_incomparable(run):
 
 def test_one_changed_parameter_is_named(run, tiny_model, tmp_path):
     """The first question after a bad answer: is it one shard?"""
-    import shutil
-
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"
@@ -384,8 +377,6 @@ def test_pads_are_masked(run, replay):
 
 def test_damaged_bytes_are_named(run, replay):
     """A tensor whose bytes are not what was recorded stops the comparison."""
-    from divergence.errors import RunFormatError
-
     other = replay(run(), attn_implementation="sdpa")
     shard = next((other.path / "tensors").iterdir())
     content = bytearray(shard.read_bytes())
@@ -442,7 +433,6 @@ def test_fewer_tokens_are_a_shorter_repeat(run, replay):
 
 def test_one_wrong_token_is_found(run, replay, monkeypatch):
     """A fault at a single position is a matter of that token, not of the typical one."""
-    from divergence.recording.plant import Plant
 
     def at_one(self, tensor, forward):
         tensor = tensor.clone()
@@ -460,8 +450,6 @@ def test_one_wrong_token_is_found(run, replay, monkeypatch):
 
 def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
     """The onset names the prompt in which the error is made."""
-    from divergence.recording.plant import Plant
-
     apply = Plant.apply
 
     def in_second(self, tensor, forward):
@@ -477,10 +465,6 @@ def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
 
 def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_model, tmp_path):
     """In a batch the onset names the sample that holds the worst token, and does not count pads."""
-    import torch
-
-    from divergence import Run
-
     prompts = ["One two three four five six seven eight nine ten.", "Short."]
     model = str(tiny_model("llama", dtype="float32"))
     a = capture(

@@ -1,7 +1,5 @@
 """The decision: hand-made findings in, one verdict out. No model runs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
@@ -183,13 +181,7 @@ def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
 
 
 @given(
-    st.permutations(
-        [
-            *(finding(claim, order=n) for n, claim in enumerate(KINDS)),
-            HINT,
-            CONTEXT,
-        ]
-    )
+    st.permutations([*(finding(claim, order=n) for n, claim in enumerate(KINDS)), HINT, CONTEXT])
 )
 @settings(max_examples=50)
 def test_the_order_of_findings_does_not_matter(findings):

@@ -5,13 +5,12 @@ another kernel. The faults are far from subtle in each format; benchmarks tell h
 be.
 """
 
-from __future__ import annotations
-
 import pytest
 from transformers import cache_utils
 from transformers.models.llama import modeling_llama
 
 from divergence import BatchOptions, LoadOptions, capture, compare, truth
+from divergence.recording.plant import Plant
 from divergence.run.site import module_of
 from tests.models import tiny
 
@@ -99,16 +98,10 @@ def test_a_fault_is_found_in_16_bits(architecture, dtype, reference, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    [
-        "bias:0.1",
-        "cast:float8_e4m3fn",
-        "cast:int8",
-        "channel:3:1.5",
-        "noise:0.003",
-        "roll",
-        "scale:1.001",
-        "zero:0-15",
-    ],
+    """
+        bias:0.1 cast:float8_e4m3fn cast:int8 channel:3:1.5 noise:0.003 roll scale:1.001
+        zero:0-15
+    """.split(),
 )
 def test_every_kind_of_fault_is_found_in_float32(fault, reference, tmp_path):
     """Quantised, noisy, shifted, cut: in float32 the smallest of them is far above rounding."""
@@ -142,8 +135,6 @@ def test_a_fault_outside_the_blocks_is_found(reference, tmp_path):
 
 def test_a_fault_in_decoding_alone_is_found(reference, tmp_path, monkeypatch):
     """A kernel that fails for single tokens shows in the first decode step, not in the prefill."""
-    from divergence.recording.plant import Plant
-
     run, blocks = reference("llama")
     apply = Plant.apply
 

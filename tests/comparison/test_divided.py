@@ -1,7 +1,5 @@
 """Comparing runs of several ranks, written by hand: parts by their digests, and replicas."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -14,10 +12,7 @@ from divergence.errors import IncomparableError
 from divergence.fleet.many import fingerprints
 from divergence.numerics.sketches import fold_tensor
 from divergence.run.captured import CapturedTensor
-from divergence.run.manifest import (
-    Mesh,
-    MeshAxis,
-)
+from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.ranks import unsharded
 from divergence.run.writer import RunWriter, reducer_for
 from divergence.words import letter

@@ -1,7 +1,5 @@
 """What no prompt reaches is named, and not said to be the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """A floor: the sums of a run's own float64 error, which judge its comparisons without a truth."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from typer.testing import CliRunner

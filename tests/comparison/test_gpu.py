@@ -1,7 +1,5 @@
 """Real runs of a CPU and a GPU (tests/fixtures/README.md): every later version answers them so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,7 @@
 """What no output depends on is told and is no fault; what only looks like it is still found."""
 
-from __future__ import annotations
-
 import functools
+import sys
 
 import pytest
 import torch
@@ -290,8 +289,6 @@ def test_tables_that_queries_and_keys_do_not_share_are_a_fault(runs, tmp_path):
     """Where the keys keep theirs, nothing cancels: the free runs part."""
 
     def prepare(model):
-        import sys
-
         moved(lambda positions: positions + 5)(model)
         own = sys.modules[type(model).__module__]
         rotate = own.apply_rotary_pos_emb

@@ -1,7 +1,5 @@
 """The judge's outlier question, on tables of its own null and with faults planted in them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

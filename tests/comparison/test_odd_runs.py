@@ -1,7 +1,5 @@
 """Runs that are narrowed, batched or partly anchored: judged rightly, or said to be less."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A truth that a run carries judges its comparisons without being asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -210,10 +208,7 @@ def test_code_that_was_replaced_on_its_own_side_blames_nobody(
 
 @pytest.mark.parametrize(
     ("key", "value", "error"),
-    [
-        ("digest", "0" * 32, IncomparableError),
-        ("like", "another", UsageError),
-    ],
+    [("digest", "0" * 32, IncomparableError), ("like", "another", UsageError)],
     ids=["weights", "run"],
 )
 def test_a_truth_of_something_else_is_refused(runs, tmp_path, key, value, error):

@@ -1,7 +1,5 @@
 """Whatever is captured carries its truth, which names the side; or it says why there is none."""
 
-from __future__ import annotations
-
 import pytest
 
 import divergence

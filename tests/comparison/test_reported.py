@@ -1,8 +1,6 @@
 """What people's models showed, each as small as it shows, through ``capture`` and ``compare``:
 healthy pairs that were alarmed, and a fault beside blocks that agree bit for bit."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

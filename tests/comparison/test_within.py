@@ -4,8 +4,6 @@ Healthy models of every kind stay within the floor although a step of one token 
 kernels than a whole forward. A cache that is wrong is found at its block and its step.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -121,8 +119,7 @@ def test_a_healthy_cache_is_within_the_floor(architecture, dtype, whole_run):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("fault", "block", "step"),
-    [(wrong_position, 1, 1), (stale_entry, 2, 3), (coarse_cache, 3, 1)],
+    ("fault", "block", "step"), [(wrong_position, 1, 1), (stale_entry, 2, 3), (coarse_cache, 3, 1)]
 )
 def test_a_wrong_cache_is_found(fault, block, step, dtype, whole_run):
     """At its block, from the step on in which it is wrong, at the token of that step."""

@@ -1,8 +1,6 @@
 """Programs on the simulated accelerator, each in a process of its own: a device is registered once
 a process, and importing torch takes seconds, so each answers many questions."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Building the simulated device: once, whoever asks, and with a reason where it cannot be."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

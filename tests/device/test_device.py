@@ -1,7 +1,5 @@
 """The simulated device: it has the habits of hardware that programs get wrong."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

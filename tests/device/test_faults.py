@@ -1,7 +1,5 @@
 """Kernels that are wrong on the device alone are found there, named, and blamed on its side."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,5 @@
 """What a device lacks: the tool goes another way, or says what it was and what to try."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,5 @@
 """Operators alone on the device: replayed, written up, probed, and the whole suite."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

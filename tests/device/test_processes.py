@@ -1,7 +1,5 @@
 """Two processes, each on a device of its own, where a thread without a device has no context."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Whatever runs late, a device's run has a host's bits; without one of the cares it has not."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

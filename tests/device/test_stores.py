@@ -1,7 +1,5 @@
 """Runs of a device whose work is late, against a host's: the same bits, however they are kept."""
 
-from __future__ import annotations
-
 import pytest
 
 

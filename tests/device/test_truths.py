@@ -1,7 +1,5 @@
 """A model on a device without float64 gets its truth on the CPU, operator by operator."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,5 @@
 """Domains are found, not listed: those of the folder, and those that packages announce."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect
@@ -14,8 +12,9 @@ import pytest
 
 import divergence
 from divergence import domain
-from divergence.cli.main import commands
+from divergence.cli.main import app, commands
 from divergence.domains import public
+from divergence.facts import fact, sentence
 from divergence.options.option import Options, fields_of
 
 MINE = """
@@ -57,8 +56,6 @@ def announced(tmp_path, monkeypatch):
 
 def test_a_package_adds_a_command_a_name_and_sentences(announced):
     """Nothing of divergence names it."""
-    from divergence.facts import fact, sentence
-
     announced("mine_of_a_package", MINE.format(module="mine_of_a_package"))
     listed = list(commands())
     assert listed.index("norms") == listed.index("compare") + 1
@@ -105,8 +102,6 @@ def test_a_package_compares_files_of_its_own(announced, tmp_path):
     """With options and help that it adds to `compare`, which means nothing else by them."""
     from typer.testing import CliRunner
 
-    from divergence.cli.main import app
-
     announced("counts_of_a_package", COUNTS)
     a, b = tmp_path / "a.count", tmp_path / "b.count"
     a.write_text("40")
@@ -136,8 +131,6 @@ def test_a_broken_package_takes_nothing_away(announced):
 def test_a_package_whose_module_is_broken_is_named(announced):
     """Not divergence: and with what is wrong with it."""
     from typer.testing import CliRunner
-
-    from divergence.cli.main import app
 
     announced("half_a_package", MINE.format(module="no_such_module"))
     shown = CliRunner().invoke(app, ["norms"])

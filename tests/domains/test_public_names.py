@@ -1,7 +1,5 @@
 """A domain stands on what docs/extending.md lists, and on nothing else of the core."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

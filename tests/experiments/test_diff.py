@@ -1,7 +1,5 @@
 """diff: one command from the captures to the verdict; what was done is not done again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -178,10 +176,7 @@ def test_each_side_has_variables_of_its_own(llama, tmp_path, monkeypatch):
         max_new_tokens=1,
         quiet=True,
     )
-    assert variables[:2] == [
-        {"X": "1", "Y": "old"},
-        {"X": "2", "Y": "a b", "API_TOKEN": "abc"},
-    ]
+    assert variables[:2] == [{"X": "1", "Y": "old"}, {"X": "2", "Y": "a b", "API_TOKEN": "abc"}]
     labels = [Run.open(result.folder / name).manifest.environment.label for name in ("a", "b")]
     assert labels == ["X=1 Y=old", "X=2 Y=a b API_TOKEN=…"]
     assert shown_lines[1].startswith("X=2 Y='a b' API_TOKEN=… divergence capture --like")

@@ -1,7 +1,5 @@
 """explain_token(): one block's error alone, put into the healthy side's model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid
@@ -12,6 +10,7 @@ from msgspec import structs
 
 from divergence import BatchOptions, RecordOptions, capture, compare
 from divergence import truth as make_truth
+from divergence.cli.main import app
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
 from divergence.experiments.explain import Injection, explain_token
 from divergence.recording.plant import FORWARDS
@@ -198,8 +197,6 @@ def test_an_error_of_the_head_is_added_to_the_one_row_it_makes(run):
 @pytest.mark.slow
 def test_the_command_explains(run, tmp_path, capsys, monkeypatch):
     """compare --explain-token: lines under the tokens, and the same as JSON."""
-    from divergence.cli.main import app
-
     a, b = run("float32", FAULT)
     monkeypatch.setenv("COLUMNS", "100")
 

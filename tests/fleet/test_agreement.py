@@ -1,7 +1,5 @@
 """Who agrees with whom, and who is odd: asked no more often than needed."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """compare_many(): each run with the first, who is odd, and what one bad run costs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -33,12 +31,7 @@ def fleet(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("fleet")
     model = str(tiny_model("llama", num_blocks=4))
     capture(model, out=folder / "a", max_new_tokens=3, machine=MachineOptions(label="alpha"))
-    for name, options in {
-        "b": {},
-        "c": {},
-        "d": {"plants": PLANT},
-        "e": OTHER_KERNELS,
-    }.items():
+    for name, options in {"b": {}, "c": {}, "d": {"plants": PLANT}, "e": OTHER_KERNELS}.items():
         capture(
             like=folder / "a", out=folder / name, machine=MachineOptions(label=name * 3), **options
         )

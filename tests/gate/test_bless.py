@@ -1,7 +1,5 @@
 """Goldens as archives, for git: one file, without what only the run itself was for."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

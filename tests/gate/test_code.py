@@ -1,7 +1,5 @@
 """`check` and the code: what no version, kernel or setting explains is no pass."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

@@ -1,7 +1,5 @@
 """Known differences of a policy: what they excuse, and that they excuse nothing else."""
 
-from __future__ import annotations
-
 import datetime
 
 import msgspec

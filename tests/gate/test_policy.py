@@ -1,7 +1,5 @@
 """Policies, and what `check` makes of a report under one."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The plugin of pytest, run by pytest in a folder of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

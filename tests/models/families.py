@@ -1,7 +1,5 @@
 """Tiny models of further decoder families, for the engines that know each by its own code."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

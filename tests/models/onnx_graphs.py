@@ -7,10 +7,9 @@ on every machine.
     python tests/models/onnx_graphs.py [NAME ...]     # exports them anew; needs onnxscript
 """
 
-from __future__ import annotations
-
 import io
 import json
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -34,8 +33,6 @@ _KEPT = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy", "pkg.to
 
 def build(name: str, checkpoint: Path, folder: Path) -> Path:
     """``folder/model.onnx`` with the checkpoint's weights, its config and tokenizer beside it."""
-    import shutil
-
     import onnx
     from safetensors.torch import load_file
 
@@ -77,8 +74,6 @@ def node_of(model: Any, path: str, operator: str) -> Any:
 def export(checkpoint: Path, folder: Path, *, dtype: str = "auto") -> Path:
     """``folder/model.onnx`` as torch's exporter makes it, its weights, config and tokenizer beside
     it. Needs onnxscript."""
-    import shutil
-
     shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     _program(checkpoint, dtype).save(folder / "model.onnx", external_data=True)
     return folder / "model.onnx"

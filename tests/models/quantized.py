@@ -4,8 +4,6 @@ The format is config.json's ``quantization_config`` beside integer weights and t
 it needs the library, so a test that does not run the model runs everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -28,11 +26,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "w8a8-static": ("int-quantized", _CHANNEL, _STATIC),
     "w8a16": ("pack-quantized", _CHANNEL, None),
     "w4a16": ("pack-quantized", _GROUP, None),
-    "fp8": (
-        "float-quantized",
-        _CHANNEL | {"type": "float"},
-        _TOKEN | {"type": "float"},
-    ),
+    "fp8": ("float-quantized", _CHANNEL | {"type": "float"}, _TOKEN | {"type": "float"}),
 }
 
 

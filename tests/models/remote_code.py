@@ -5,8 +5,6 @@ there with ``trust_remote_code=True``. The design is its own on purpose (fused q
 and MLP in parallel, squared ReLU, unusual module names), so that nothing may rely on Llama's names.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

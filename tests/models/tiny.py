@@ -4,8 +4,6 @@ They are made as the demo's Llama is (divergence/experiments/tiny.py): each is l
 the same bytes on every machine.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -103,11 +101,7 @@ def _gpt2(shape: Shape) -> dict[str, Any]:
 
 
 def _mamba(shape: Shape) -> dict[str, Any]:
-    return {
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.num_blocks,
-        "state_size": 16,
-    }
+    return {"hidden_size": shape.hidden, "num_hidden_layers": shape.num_blocks, "state_size": 16}
 
 
 def _mamba2(shape: Shape) -> dict[str, Any]:
@@ -190,10 +184,7 @@ _KNOWN: dict[str, Architecture] = {
         tied=True,
     ),
     "mixtral": _decoder(
-        "mixtral",
-        model_class="MixtralForCausalLM",
-        dimensions=_mixtral,
-        wrap="bos",
+        "mixtral", model_class="MixtralForCausalLM", dimensions=_mixtral, wrap="bos"
     ),
     "qwen3": _decoder("qwen3", model_class="Qwen3ForCausalLM", tied=True),
     "qwen3-moe": _decoder(

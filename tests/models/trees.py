@@ -1,7 +1,5 @@
 """Usual trees; and trees read back, from what a run stores and as FPRev measures them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from divergence.numerics.trees import Tree

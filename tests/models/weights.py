@@ -1,7 +1,5 @@
 """Weights of the tiny models that only tests and benchmarks use: see tiny.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """Kernels of a backward that are wrong in one module: put under torch's own operators, so that no
 mode, no hook and no code of the model sees a difference but in what they give."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

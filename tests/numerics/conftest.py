@@ -1,7 +1,5 @@
 """The kernels that measure: what holds for one holds for all."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.numerics.sums import has_compiled

@@ -1,7 +1,5 @@
 """Two sides against the truth: sums by row and column, by hand and against plain float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

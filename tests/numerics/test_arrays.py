@@ -1,7 +1,5 @@
 """Tensors as numpy holds them: every value of every format, as torch reads and rounds it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

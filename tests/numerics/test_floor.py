@@ -1,7 +1,5 @@
 """How far rounding moves a row, by the model of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.numerics.floor import floor_weights

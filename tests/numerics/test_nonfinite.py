@@ -1,7 +1,5 @@
 """Elements that are no numbers: place, kind and sign count, in each kernel alike."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """One operator against what is right: errors, floors, masks and slices, worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

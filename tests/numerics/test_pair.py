@@ -91,14 +91,7 @@ def _check(a, b, *, found=None, **options):
     """Every metric within 1e-6 of the exact one; gain within 1e-6 of itself and its error."""
     metrics, rows = found or measure_pair(a, b, **options)
     exact = _exact(a, b)
-    for name in (
-        "rel_l2",
-        "reference_norm",
-        "candidate_norm",
-        "max_abs",
-        "channel_rel_l2_max",
-        "gain_se",
-    ):
+    for name in "rel_l2 reference_norm candidate_norm max_abs channel_rel_l2_max gain_se".split():
         assert getattr(metrics, name) == pytest.approx(exact[name], rel=REL, abs=0), name
     # An angle of 2^-53 is all that float64 arithmetic can tell from none: 1 - cos = 6e-33.
     wanted = exact["one_minus_cosine"]

@@ -1,7 +1,5 @@
 """How sure a mean over prompts is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The gap between rollout and trainer, held to values worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of divergence.numerics.ulp."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Bounds of KL and total variation over truncated lists."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

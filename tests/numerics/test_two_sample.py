@@ -1,7 +1,5 @@
 """The two-sample test of texts: its level, what it sees, and the power that it states."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

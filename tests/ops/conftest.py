@@ -1,7 +1,5 @@
 """Runs of operators written by hand: what a capture records, without a capture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

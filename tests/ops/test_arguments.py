@@ -1,7 +1,5 @@
 """Tensors laid out in memory as an operator saw them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,8 +1,6 @@
 """Kernels of a backward: their definitions are what autograd computes, and what they are given is
 checked before they see it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention

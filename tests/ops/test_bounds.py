@@ -1,7 +1,5 @@
 """A run from elsewhere chooses operators and arguments: none reaches beyond what it is given."""
 
-from __future__ import annotations
-
 import warnings
 
 import msgspec

@@ -1,7 +1,5 @@
 """Recorded inputs are complete: a replay on the same machine gives every recorded bit."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """One operator run again: what is handled, what is refused and why."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

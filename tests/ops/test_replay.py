@@ -1,11 +1,10 @@
 """Running recorded operators again, as a run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from divergence import Run, replay
+import divergence.ops.replay as execute
+from divergence import Run, capture, replay
 from divergence.errors import RunExistsError, UsageError
 
 
@@ -120,8 +119,6 @@ def test_interrupted(record, tmp_path):
 
 def test_another_kind_of_device_has_its_own_addresses(record, tmp_path, monkeypatch):
     """Where memory began on a CPU says nothing of an accelerator; there it is aligned."""
-    import divergence.ops.replay as execute
-
     seen = []
     laid_out = execute.laid_out
 
@@ -140,8 +137,6 @@ def test_another_kind_of_device_has_its_own_addresses(record, tmp_path, monkeypa
 
 def test_a_replay_is_not_repeated_as_a_model(record, tmp_path):
     """No model ran in it; the error says what to give."""
-    from divergence import capture
-
     again = replay(record(lambda: torch.relu(torch.ones(2))), out=tmp_path / "again", device="cpu")
     with pytest.raises(UsageError, match="is a replay of single operators"):
         capture(like=again, out=tmp_path / "like")

@@ -1,7 +1,5 @@
 """One list of options: what knows an option knows it from its declaration."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

@@ -1,7 +1,5 @@
 """Captured runs, made once for all tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

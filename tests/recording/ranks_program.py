@@ -9,8 +9,6 @@ In ``out`` RANK stands for the process's own.
 Errors are written beside the run, by rank, and do not end the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """record(): runs of any module; what differs is found, what is equal is equal."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -83,10 +81,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         record(print, out=tmp_path / "x"),
     ):
         pass
-    with (
-        pytest.raises(UsageError, match="no step was made"),
-        record(Tower(), out=tmp_path / "y"),
-    ):
+    with pytest.raises(UsageError, match="no step was made"), record(Tower(), out=tmp_path / "y"):
         pass
     _recorded(Tower(), tmp_path / "z", num=1)
     with pytest.raises(RunExistsError), record(Tower(), out=tmp_path / "z"):

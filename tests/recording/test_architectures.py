@@ -1,7 +1,5 @@
 """Every architecture: captured, repeated on the same machine, compared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as hf

@@ -1,7 +1,5 @@
 """capture(): prompts, tasks, settings, repeats, and what is left behind when it is stopped."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from divergence import BatchOptions, RecordOptions, Run, capture, compare
 from divergence.errors import ModelError, PromptError, RunExistsError, UsageError
 from divergence.recording.machine import deterministic_settings
+from divergence.recording.plant import Plant
 
 PROMPTS = ["The harbour was quiet in the early morning.", "Where does a river begin?", "Snow"]
 
@@ -156,8 +155,6 @@ def test_a_machine_that_repeats_itself_is_known_to(captured):
 
 def test_a_machine_that_does_not_is_found_out(llama, tmp_path, monkeypatch):
     """A module that is random from run to run is named in the run and in the comparison."""
-    from divergence.recording.plant import Plant
-
     monkeypatch.setattr(Plant, "apply", lambda self, x, forward: x + 1e-3 * torch.randn_like(x))
     options = {"prompts": PROMPTS[:1], "max_new_tokens": 1}
     noisy = capture(

@@ -1,8 +1,6 @@
 """A suite of cases that a package brings: run, repeated, planned, judged, without a word of it in
 the core."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

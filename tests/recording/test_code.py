@@ -1,7 +1,5 @@
 """Which code a model runs: digests that ignore layout, and what was put in a class' place."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Models that run through torch.compile: recorded, and what became of them is said."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,8 +1,6 @@
 """Switches of both generations of names, what cannot be read back, and warnings that name
 operators. CUDA's switches can be set where there is no GPU."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

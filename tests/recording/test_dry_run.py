@@ -1,7 +1,5 @@
 """The place of a known fault is found in the structure of any model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What is recorded of a machine and of a configuration, and what is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The escalated pass: coarse arithmetic vanishes in it, a wrong formula explodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Hooks see everything and change nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -308,19 +306,10 @@ def test_casting_below_saturates():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "model.norm:out",
-        "a:out=",
-        "a:out=scal:2",
-        "a:out=scale:x",
-        "a:out=scale",
-        "a=scale:2",
-        "a:out=channel:1",
-        "a:out=cast:nothing",
-        "a:out=scale:2@sample",
-        "a:out=scale:2@step=1,step=2",
-        "a:out=scale:2@head=3",
-    ],
+    """
+        model.norm:out a:out= a:out=scal:2 a:out=scale:x a:out=scale a=scale:2 a:out=channel:1
+        a:out=cast:nothing a:out=scale:2@sample a:out=scale:2@step=1,step=2 a:out=scale:2@head=3
+    """.split(),
 )
 def test_faults_that_cannot_be_understood_are_refused(text):
     """A PlantError shows how faults are written."""

@@ -1,7 +1,5 @@
 """What is kept of a tensor, and when it is the same one; copies that arrive late."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 

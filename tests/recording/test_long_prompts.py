@@ -1,7 +1,5 @@
 """Prompts that a machine cannot run, and files of more prompts than anyone runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import BatchOptions, capture

@@ -1,7 +1,5 @@
 """Decode steps of a truth that are made together are what they are one by one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Prompts with pictures and sound: what the processor made is kept in the run, towers are sites
 like others, and other pictures or processors are said before any number."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -348,11 +346,7 @@ TOWER_PATH = "model.vision_tower.encoder.layers"
         ("qwen2_vl", one_axis, "model.language_model.rotary_emb:out"),
         ("qwen2_vl", scaled("model.visual.merger"), "model.visual.merger:out"),
         ("qwen2_5_vl", scaled("model.visual.blocks.1.mlp"), "model.visual.blocks.1:out"),
-        (
-            "qwen2_audio",
-            scaled("model.audio_tower.layers.1.fc2"),
-            "model.audio_tower.layers.1:out",
-        ),
+        ("qwen2_audio", scaled("model.audio_tower.layers.1.fc2"), "model.audio_tower.layers.1:out"),
         ("whisper", scaled("model.encoder.conv1"), "model.encoder.conv1:out"),
         ("whisper", scaled("model.encoder.layers.2.fc1"), "model.encoder.layers.2:out"),
         (
@@ -509,7 +503,6 @@ def test_a_text_model_says_that_it_reads_no_pictures(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_names_no_argument_of_the_model(model, tmp_path):
     """What a run holds is passed on only where the model takes a tensor of that name."""
     a = captured(model("whisper"), tmp_path / "a", "whisper", truth="no")
@@ -567,10 +560,7 @@ def test_a_fault_in_its_text_is_found(llava, tmp_path, answer):
         block.register_forward_hook(lambda module, args, output: output * 1.01)
 
     verdict = answer(a, wrong).verdict
-    assert (verdict.side, verdict.onset.site) == (
-        "candidate",
-        "model.language_model.layers.1:out",
-    )
+    assert (verdict.side, verdict.onset.site) == ("candidate", "model.language_model.layers.1:out")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Modules whose names hold what a site uses for something else: none of them vanishes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

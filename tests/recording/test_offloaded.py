@@ -1,7 +1,5 @@
 """Weights in host memory and on disk: accelerate brings them in where they are used."""
 
-from __future__ import annotations
-
 import json
 import sys
 

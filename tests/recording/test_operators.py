@@ -1,7 +1,5 @@
 """Operators inside a module: what is recorded of a call, and what flows where."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The truth that a run carries: what a capture makes of it, and what it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

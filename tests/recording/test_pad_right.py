@@ -1,7 +1,5 @@
 """--pad-right: pads behind each prompt, and the logits of each prompt's own last token."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import BatchOptions, capture, compare, truth

@@ -1,7 +1,5 @@
 """What each rank holds of a tensor: stated by rule and shape, or not at all."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that several processes make together: two ranks on the CPU, which speak through gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """A trained sentence encoder, where its package is installed: weights are not random, and so are
 neither the norms, the attention nor the floor."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

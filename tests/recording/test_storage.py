@@ -1,13 +1,13 @@
 """--buffer is kept, by the system's own count, and nobody waits for ever; which loops digest."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -237,8 +237,6 @@ def test_half_a_shard_is_no_shard(writing, tmp_path):
 
 def test_a_directory_that_is_removed_meanwhile_is_an_error(writing, tmp_path):
     """Not a hang, and not a run that looks whole."""
-    import shutil
-
     writer, put = writing()
     with pytest.raises(RunWriteError), writer:
         for step in range(200):
@@ -267,7 +265,6 @@ def test_ctrl_c_while_waiting_for_the_disk_ends_the_capture(writing, tmp_path, m
     def interrupt():
         holding.wait(60)
         import _thread
-        import time
 
         time.sleep(0.3)  # the model's thread has filled the buffer by then, and waits
         _thread.interrupt_main()

@@ -1,7 +1,5 @@
 """The tiny models load, speak, are lively and are the same everywhere."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

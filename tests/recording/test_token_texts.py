@@ -1,7 +1,5 @@
 """The text of single tokens: what a tokenizer does not have, has none."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.recording.prompts import token_texts

@@ -1,7 +1,5 @@
 """A truth is its run again, in float64: the same tokens, the same sites, free and anchored."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Before anything runs, a capture says what shows that it is not the recorded run's model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """--whole: all tokens once more in one forward, each block on the free pass's recorded rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Under Widening every operator is computed in the wide dtype, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

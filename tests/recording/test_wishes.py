@@ -1,7 +1,5 @@
 """Arguments of the Python API: what means the same is taken, what is wrong is named beforehand."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 
@@ -12,6 +10,7 @@ import torch
 from divergence import capture, compare, replay
 from divergence import truth as make_truth
 from divergence.errors import UsageError
+from divergence.recording.engines.load import Loading, load_model
 from divergence.recording.machine import deterministic_settings
 
 SHORT = {"max_new_tokens": 1, "probe": False}
@@ -166,8 +165,6 @@ def test_settings_within_settings_are_put_back():
 def test_the_progress_bars_of_transformers_come_back(enabled, llama, monkeypatch):
     """A notebook that has them keeps them."""
     from transformers.utils import logging
-
-    from divergence.recording.engines.load import Loading, load_model
 
     monkeypatch.setattr(logging, "_tqdm_active", enabled)
     load_model(Loading(str(llama)))

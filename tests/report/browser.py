@@ -1,7 +1,5 @@
 """A headless browser for tests, by its own protocol through two pipes: no package is needed."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Hand-made reports: plain numbers, nothing measured."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec
@@ -332,11 +330,7 @@ def make_nonfinite_report() -> Report:
             "nonfinite",
             summary="B has nan from model.layers.1 on",
             onset=Onset(
-                site="model.layers.1:out",
-                block="model.layers.1",
-                sample=0,
-                step=0,
-                position=2,
+                site="model.layers.1:out", block="model.layers.1", sample=0, step=0, position=2
             ),
         )
     )

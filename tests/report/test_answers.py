@@ -1,7 +1,5 @@
 """Answers of many runs, localize, sensitivity, selfcheck: on the terminal and as a page."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import html

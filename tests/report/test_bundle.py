@@ -1,7 +1,5 @@
 """The bundle: what one sends of a comparison, without what tells of people and places."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """One document, many faces: what the first screen says, every other face says in the same words."""
 
-from __future__ import annotations
-
 import functools
 import html
 import json

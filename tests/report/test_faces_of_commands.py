@@ -1,8 +1,6 @@
 """One answer, many faces, of every command that answers: what its first screen says first, -v,
 --quiet, the page, Markdown and JSON say in the same words."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

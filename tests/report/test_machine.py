@@ -1,7 +1,5 @@
 """What programs read: strict JSON and CSV with every number in full."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The page of a report: what it holds, what it lets in, and how large it becomes."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """The page in a real browser: it opens from disk, answers mouse and keyboard, lets nothing in."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Pictures by themselves: the page's curves with their colours, and what a notebook shows."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first screen: 25 lines of 80 columns, the answer first, one command last."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

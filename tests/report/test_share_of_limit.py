@@ -1,7 +1,5 @@
 """The share of a limit: nothing off is 0 %, what is flagged 100 % or more, on every face."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

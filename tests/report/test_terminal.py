@@ -1,7 +1,5 @@
 """What people read: text is snapshotted, and how it reaches a file or a terminal is tested."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

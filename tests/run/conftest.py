@@ -1,7 +1,5 @@
 """Runs written by hand: a manifest that says little, and any tensors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs in a tar or zip: read in place, as strictly as a directory."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -18,6 +16,7 @@ import torch
 
 from divergence import Run, pack
 from divergence.errors import RunFormatError
+from divergence.run.storage import MAX_MEMBERS
 
 KINDS = ("tar", "zip")
 
@@ -297,8 +296,6 @@ def test_random_damage_never_crashes_and_never_passes_unseen(
 
 def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
     """A header each: no run has as many."""
-    from divergence.run.storage import MAX_MEMBERS
-
     assert MAX_MEMBERS <= 200_000  # some 25 microseconds each
     for kind in (tarfile.REGTYPE, tarfile.DIRTYPE):
         path, blocks = tmp_path / "many.tar", b""

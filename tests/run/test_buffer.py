@@ -1,7 +1,5 @@
 """The ring that tensors wait in: no byte is another's while somebody holds it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

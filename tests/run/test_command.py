@@ -1,7 +1,5 @@
 """Printed commands: whatever a name holds, a shell reads it as one word and as no option."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

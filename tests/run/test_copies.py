@@ -3,8 +3,6 @@
 Whatever copies a run (a golden that is stored, pack, unpack) gets it from elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run closes with digests over its manifest and records: what was changed since is named."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A directory that is replaced: what is not the run's stays, and one capture at a time writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

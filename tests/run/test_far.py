@@ -1,10 +1,10 @@
 """Runs in an object store: which requests are made, in which order, and what if they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import json
+import tempfile
 import threading
+import time
 import zlib
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,11 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from divergence import Run, pack
+from divergence import Run, compare, pack
+from divergence.comparison.advice import Advice
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import target as targets
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
+from divergence.run.remote import Ranges
 from divergence.run.storage import Url
 from divergence.run.writer import RunWriter
 
@@ -102,8 +104,6 @@ def test_an_archive_far_away_is_read_by_ranges(far, large_run, kind):
 
 def test_a_comparison_fetches_only_what_differs(far, large_run, write_run, tmp_path):
     """Tensors that are equal by their checksums stay where they are, on the far side."""
-    from divergence import compare
-
     tensors = {f"m.{k}:out": torch.full((128, 128), float(k)) for k in range(10)}
     tensors["m.4:out"] = tensors["m.4:out"] + 1
     other = write_run(tensors, tmp_path / "other")
@@ -120,8 +120,6 @@ def test_a_comparison_fetches_only_what_differs(far, large_run, write_run, tmp_p
 
 def test_a_comparison_names_the_url_in_what_to_do_next(far, large_run):
     """So that the printed command works."""
-    from divergence.comparison.advice import Advice
-
     upload(far, large_run)
     run = Run.open(URL)
     assert URL in str(vars(Advice(run, run)).values())
@@ -378,9 +376,6 @@ def test_what_was_put_can_be_read_after_a_flush(far, manifest):
 
 def test_local_copies_are_bounded_and_removed(far, manifest, monkeypatch, tmp_path):
     """A slow store makes the capture wait; the disk here is not filled."""
-    import tempfile
-    import time
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(writing, "SHARD_BYTES", 1)
     most = [0]
@@ -462,8 +457,6 @@ def test_something_that_removes_objects_meanwhile_is_noticed(far, manifest):
 
 def test_a_store_that_refuses_writing_is_one_error(far, manifest, tmp_path, monkeypatch):
     """At once, and no temporary directory stays."""
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def fail(what, path):
@@ -498,8 +491,6 @@ def test_what_is_there_is_not_overwritten(far, manifest, large_run):
 @pytest.mark.parametrize("kind", ["tar", "zip"])
 def test_an_archive_is_stored_as_one_object_at_the_end(far, manifest, tmp_path, monkeypatch, kind):
     """Nothing is at the URL before; the same bytes as the archive made here."""
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with RunWriter(f"{URL}.{kind}", manifest()) as writer:
         put(writer, torch.ones(3))
@@ -621,7 +612,6 @@ def test_a_size_that_a_web_server_claims_takes_no_memory(lying):
     """Of a manifest, and of the tensors that a comparison would read."""
     with pytest.raises(RunFormatError, match="which no run needs"):
         Run.open(lying(_claiming).removesuffix(".tar"))
-    from divergence.run.remote import Ranges
 
     def fail(*_):
         raise RunFormatError("gone")

@@ -3,8 +3,6 @@
 UPDATE_SCHEMAS=1 python -m pytest tests/run/test_format.py    # after a change of the types
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence import Run
+from divergence import Run, compare
+from divergence.numerics import sketches as fold
+from divergence.numerics import sketches as sketch
+from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
 from divergence.run import manifest as manifest_types
 from divergence.run.manifest import (
@@ -77,16 +78,12 @@ def test_every_key_is_documented(kind):
 
 def test_every_dtype_is_documented():
     """And only those."""
-    from divergence.numerics.formats import FORMATS
-
     listed = re.search(r"^dtypes: (.*?)\n\n", PAGE, re.M | re.S)[1]
     assert set(re.findall(r"`(\w+)`", listed)) == set(FORMATS)
 
 
 def test_the_documented_example_writes_a_valid_run(tmp_path):
     """Without divergence: and the run opens, verifies and is identical to itself."""
-    from divergence import compare
-
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert "divergence" not in code
     assert len(code.splitlines()) < 35
@@ -111,8 +108,6 @@ def test_the_documented_version_is_the_current_one():
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_a_stored_run_of_every_version_opens(version):
     """It opens, every byte has its checksum, and it compares with itself."""
-    from divergence import compare
-
     path = FIXTURES / f"run-v{version}"
     assert json.loads((path / "manifest.json").read_text())["schema_version"] == version
     run = Run.open(path)
@@ -218,9 +213,6 @@ def test_the_stored_run_names_no_path_of_a_machine(name):
 def test_the_examples_of_reduced_runs_are_right():
     """The digest and the projections that the page works out."""
     import torch
-
-    from divergence.numerics import sketches as fold
-    from divergence.numerics import sketches as sketch
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text

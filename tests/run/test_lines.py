@@ -1,7 +1,5 @@
 """Many records: read in portions of lines, of several ranks, of shards that others wrote."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -10,6 +8,7 @@ import xxhash
 
 from divergence import Run
 from divergence.run import contents as parsing
+from divergence.run import storage as shard
 from divergence.run.captured import CapturedTensor
 from divergence.run.reader import open_store
 from divergence.run.record import Call
@@ -87,8 +86,6 @@ def test_a_shard_of_another_writer_is_checked_all_the_same(tmp_path, manifest):
 
 def test_headers_of_many_tensors_are_read_again(tmp_path, manifest, monkeypatch):
     """Only the last shard's entries stay in memory; what is gone by then is said to be."""
-    from divergence.run import storage as shard
-
     monkeypatch.setattr(shard.Headers.__init__, "__defaults__", (1,))
     write_many(tmp_path / "a", manifest(), seed=1)
     run = Run.open(tmp_path / "a")

@@ -1,7 +1,5 @@
 """Names of places: what is a path, what a URL, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

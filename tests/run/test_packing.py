@@ -1,7 +1,5 @@
 """Packing and unpacking: the same bytes, the same file each time, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import tarfile

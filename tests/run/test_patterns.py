@@ -1,7 +1,5 @@
 """Patterns of sites, and what names of any length and number cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.errors import UsageError

@@ -1,7 +1,5 @@
 """Ranges: few requests, no byte that was not needed, bounded memory, failures that are told."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

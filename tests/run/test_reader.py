@@ -1,7 +1,5 @@
 """Reading a run: what is damaged is named; nothing in a run leads outside its directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

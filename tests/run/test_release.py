@@ -1,7 +1,5 @@
 """Reading a run larger than memory: what was measured leaves memory, and views of it stay good."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Runs in S3: a real API served on this machine, credentials, buckets, connections that break."""
 
-from __future__ import annotations
-
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,8 +11,11 @@ import torch
 
 from divergence import Run, pack, unpack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
+from divergence.run import remote
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
+from divergence.run.storage import location_of
+from divergence.run.target import check_target
 from divergence.run.writer import RunWriter
 
 
@@ -86,11 +88,7 @@ class BreakingProxy:
 @pytest.fixture
 def proxy(s3, monkeypatch) -> Iterator[BreakingProxy]:
     """S3 through a connection that can break; ``s3`` itself stays whole."""
-    import os
-
     import s3fs
-
-    from divergence.run import remote
 
     proxy = BreakingProxy(os.environ["AWS_ENDPOINT_URL"])
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -135,9 +133,6 @@ def test_an_archive_in_a_bucket_is_a_run(s3, manifest, tmp_path, kind):
 
 def test_a_missing_bucket_is_named(s3, manifest):
     """For reading and for writing, before anything is computed."""
-    from divergence.run.storage import location_of
-    from divergence.run.target import check_target
-
     with pytest.raises(RunFormatError, match="there is nothing at s3://no-such-bucket/a"):
         Run.open("s3://no-such-bucket/a")
     for url in ("s3://no-such-bucket/a", "s3://no-such-bucket/a.tar"):
@@ -167,8 +162,6 @@ def test_no_credentials_is_one_clear_error(s3, manifest, monkeypatch):
 def test_nobody_listens(s3, manifest, monkeypatch):
     """An endpoint that is down is one error that names the URL."""
     import s3fs
-
-    from divergence.run import remote
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

@@ -1,7 +1,5 @@
 """A thread sets the device that it will touch."""
 
-from __future__ import annotations
-
 import threading
 import types
 

@@ -1,7 +1,5 @@
 """What was stored before is recognised, in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 

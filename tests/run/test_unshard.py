@@ -1,7 +1,5 @@
 """Runs of several ranks, written by hand, seen as runs of one."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Writing a run: every dtype and layout bit for bit, nothing twice, nothing half."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -444,10 +442,7 @@ def test_a_directory_that_cannot_be_made_is_a_write_error(tmp_path, manifest):
 
 def test_what_cannot_be_stored_stops_the_capture(tmp_path, manifest):
     """An unknown failure of the background thread reaches the caller; the run stays readable."""
-    with (
-        pytest.raises(RuntimeError, match="meta"),
-        RunWriter(tmp_path / "r", manifest()) as writer,
-    ):
+    with pytest.raises(RuntimeError, match="meta"), RunWriter(tmp_path / "r", manifest()) as writer:
         put(writer, torch.ones(3))
         writer.drain()
         writer.put(_OnMeta(), pass_="free", sample=0, step=1, site="a:out", order=0)

@@ -1,7 +1,5 @@
 """Blame, on errors drawn at random: what one side did in one block stands out, nothing else."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,8 +1,6 @@
 """What is wrong in every block is said to be so, with the forwards, tokens and channels that are
 off, and no first block, prompt or step is named for it alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer

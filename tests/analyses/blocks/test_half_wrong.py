@@ -1,7 +1,5 @@
 """Half of the siblings are wrong: the healthy half is blamed on nobody."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import capture, compare

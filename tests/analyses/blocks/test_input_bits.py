@@ -1,7 +1,5 @@
 """float32 products whose inputs are rounded to a shorter format, as TF32 does, are called that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """A whole kind that is off by one measure is named as a kind, whoever is the first to pass; errors
 of several blocks are each named, with their own side."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

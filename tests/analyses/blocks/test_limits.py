@@ -3,8 +3,6 @@
 Each forward of each prompt has the right to convict, and healthy ones do not alarm.
 """
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,12 +1,11 @@
 """Nan and inf in the verdict: which place, which side, and equal bits that are no result."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
+import divergence.recording.engines.sessions as api
 from divergence import BatchOptions, capture, compare
 from divergence.comparison.result import NonfiniteCount
 from tests.by_hand import measured
@@ -28,8 +27,6 @@ def faulty(healthy, tmp_path, monkeypatch):
     def make(path, at, value, *, like=None):
         nonlocal count
         count += 1
-        import divergence.recording.engines.sessions as api
-
         load = api.load_model
 
         def changed(*args, **options):
@@ -197,8 +194,6 @@ def test_padding_may_be_nan(healthy, faulty, tmp_path, shared_run):
 
     def noted(text):
         assert "no usable run" not in text
-
-    import divergence.recording.engines.sessions as api
 
     load = api.load_model
 

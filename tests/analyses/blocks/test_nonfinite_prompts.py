@@ -1,7 +1,5 @@
 """Nan and inf in a batch: the prompt and the token that hold them, and no other."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Stand-outs are pointed at, never convicted; trusted runs and other settings are said as such."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What is plain of the difference at an onset is named; rounding alone has no structure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A rotary table that every block reads, in runs of an engine that does not let it be replaced."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,8 +1,6 @@
 """Where nothing that is recorded lets two runs differ, there are no other kernels to leave room
 for; and a side is wrong by an error of its own, not because the other is better."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """What is said not to be seen is true: an error somewhat larger is found, at its block."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

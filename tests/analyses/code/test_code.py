@@ -1,6 +1,7 @@
 """Two runs whose code, configuration or build differ: preflight says so, and the verdict's why."""
 
-from __future__ import annotations
+import json
+import shutil
 
 import msgspec
 import pytest
@@ -218,9 +219,6 @@ def test_a_moved_key_alone_is_the_same_configuration(manifests):
 def test_the_rotary_base_is_named_end_to_end(tiny_model, tmp_path):
     """Two checkpoints of the same weights with another rope_theta: A's truth has A's, and does not
     tell whose is meant."""
-    import json
-    import shutil
-
     folder = tiny_model("llama", dtype="float32")
     other = tmp_path / "other"
     shutil.copytree(folder, other)
@@ -240,9 +238,6 @@ def test_the_rotary_base_is_named_end_to_end(tiny_model, tmp_path):
 @pytest.mark.slow
 def test_two_rotary_bases_of_a_configuration_name_no_side(tiny_model, tmp_path):
     """Of full and of sliding attention: two derived tensors differ, each in its own way."""
-    import json
-    import shutil
-
     folder = tiny_model("gemma3", dtype="float32")
     other = tmp_path / "other"
     shutil.copytree(folder, other)

@@ -1,7 +1,5 @@
 """A parameter that is not contiguous on one side is told where its module is at fault."""
 
-from __future__ import annotations
-
 import pytest
 from torch.nn import functional as F
 

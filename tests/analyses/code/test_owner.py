@@ -1,12 +1,10 @@
 """A truth belongs to the reference's code: what tells that it does, and that it does not."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 
-from divergence import BatchOptions, capture, compare
+from divergence import BatchOptions, Run, capture, compare
 from divergence import truth as make_truth
 from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
@@ -97,8 +95,6 @@ def runs(llama, tmp_path_factory):
 
 
 def opened(runs, *names):
-    from divergence import Run
-
     return [Run.open(runs / name) for name in names]
 
 

@@ -1,7 +1,5 @@
 """Code that was put on instances of a class on one side: the side is named, whoever is the odd."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

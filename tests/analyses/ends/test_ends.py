@@ -1,7 +1,5 @@
 """The ends: between blocks, before and behind the head, integers, sampling, the free run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

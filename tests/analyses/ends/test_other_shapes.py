@@ -1,7 +1,5 @@
 """Tensors in another shape on the two sides: copies are held together, and the rest is said."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import BatchOptions

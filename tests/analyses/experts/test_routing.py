@@ -1,8 +1,6 @@
 """Blocks with experts: one expert of many, tokens that rounding sends elsewhere, choices that no
 rounding explains."""
 
-from __future__ import annotations
-
 import functools
 import json
 from functools import partial
@@ -363,7 +361,6 @@ def test_a_batch_has_each_prompts_choices(recorded, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_choice_is_recorded_with_blocks(recorded):
     """Beside each block's output: the router's logits and the chosen experts, token by token, in
     the free and the anchored pass; no other module inside a block."""
@@ -569,7 +566,6 @@ def test_a_router_in_a_coarser_dtype_is_the_onset(product, dtype, chosen, deepse
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_router_that_both_sides_compute_alike_is_none(deepseek_in, answer):
     """Other kernels of attention move the logits, which are float32's on both sides."""
     a, true = deepseek_in("bfloat16")
@@ -639,7 +635,6 @@ def test_an_expert_chosen_twice_is_no_rounding():
     assert choices(alike, (habit, torch.tensor([[0, 0], [1, 1]])), (values, values))[0][1]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_free_runs_whose_tokens_went_elsewhere_are_known(recorded, tmp_path):
     """By the prompt, from the step on at which they did; a prompt that is not there is not

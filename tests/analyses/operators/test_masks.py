@@ -1,7 +1,5 @@
 """Scores that one side alone hides are another mask: a fact, by whichever way the mask is made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Scalars and constants are operands: what two calls were given beside tensors."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """Beside the operator to blame stands what the arithmetic behind it does, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.analyses.operators.find import behind_operator

@@ -1,7 +1,5 @@
 """Which operator, and whose: W by hand, rows, columns, heads, ties, and what goes in."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -10,6 +8,7 @@ import torch
 
 from divergence.analyses.operators.measure import measure_operators, rate_operators
 from divergence.facts import worded
+from divergence.run.manifest import digest_tensor
 
 PASSES = ("anchored", "anchored")
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -198,8 +197,6 @@ def test_choices_a_rounding_apart_may_differ(toy):
 
 def replace(run, key, tensor):
     """Another value in place of a recorded one."""
-    from divergence.run.manifest import digest_tensor
-
     run._tensors[key] = tensor
     for index, record in enumerate(run.records):
         if (record.step, record.site) == key:

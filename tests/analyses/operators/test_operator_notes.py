@@ -1,7 +1,5 @@
 """What a report says of operators that it does not compare, or does not judge."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import capture, compare

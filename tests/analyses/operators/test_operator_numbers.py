@@ -1,7 +1,5 @@
 """An operator's error that hangs on one number, as of massive activations, counts as one number."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Pads of a batch: correct machines fill their rows as they like, and no operator is blamed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Where the sides compute one thing by other operators: one step, judged as one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """The precision audit of tiny models: healthy ones accuse nobody, planted changes are named."""
 
-from __future__ import annotations
-
 import re
 import types
 

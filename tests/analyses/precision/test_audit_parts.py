@@ -1,7 +1,5 @@
 """Parts recognised by what they compute: small modules, each written one way or another."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -327,13 +325,10 @@ def test_vendor_kernels_are_told_by_name():
         result = SimpleNamespace(dtype="bfloat16", shape=(3, 8), order=order, site=f"m/{name}:out")
         return CallNode(f"m/{name}", "m", name, call, [result])
 
-    names = [
-        "npu.npu_add_rms_norm",
-        "npu.npu_rotary_mul",
-        "npu.npu_fusion_attention",
-        "transformers.grouped_mm_fallback",
-        "vllm.reshape_and_cache",
-    ]
+    names = """
+        npu.npu_add_rms_norm npu.npu_rotary_mul npu.npu_fusion_attention
+        transformers.grouped_mm_fallback vllm.reshape_and_cache
+    """.split()
     found = find_parts([node(*item) for item in enumerate(names)], {"m"})
     assert [(item.part, item.root.name, item.kernel) for item in found] == [
         ("norm statistics", "npu.npu_add_rms_norm", True),

@@ -1,7 +1,5 @@
 """The precision section: marks, both sides, what is hidden in a kernel, and every place."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

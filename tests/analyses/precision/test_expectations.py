@@ -1,7 +1,5 @@
 """What is expected of a part of a model: by the run's dtype and settings, or by practice."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.analyses.precision.audit import expectation, is_below

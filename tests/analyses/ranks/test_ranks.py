@@ -1,7 +1,5 @@
 """Comparing on several processes: who measures what, and the same report byte for byte."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -312,7 +310,6 @@ def plain(results):
     return [msgspec.to_builtins(result) for result in results]
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_one_comparison_after_another(three, fleet):
     """In many messages, with the same results, however often ranks are asked."""

@@ -1,7 +1,5 @@
 """Tokens: what the blocks themselves explain of the distributions is no drift."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.comparison.result import TokensResult, TruthDiff

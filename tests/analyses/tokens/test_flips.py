@@ -1,7 +1,5 @@
 """Ties and faults: whether rounding may flip a token, and what the distributions say."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

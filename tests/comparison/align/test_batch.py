@@ -1,7 +1,5 @@
 """A batch against single prompts: the same tokens in other shapes, held together row by row."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -55,18 +53,7 @@ HEALTHY = [
 ]
 MORE = [
     (arch, dtype)
-    for arch in (
-        "bert",
-        "gemma3",
-        "gpt2",
-        "llama",
-        "mamba",
-        "mamba2",
-        "mixtral",
-        "qwen3",
-        "qwen3-moe",
-        "t5",
-    )
+    for arch in "bert gemma3 gpt2 llama mamba mamba2 mixtral qwen3 qwen3-moe t5".split()
     for dtype in ("float32", "bfloat16", "float16")
     if (arch, dtype) not in HEALTHY
 ]
@@ -174,11 +161,7 @@ def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "site"),
-    [
-        ("gpt2", "transformer.wpe"),
-        ("llama", "model.rotary_emb"),
-    ],
+    ("architecture", "site"), [("gpt2", "transformer.wpe"), ("llama", "model.rotary_emb")]
 )
 def test_positions_that_count_the_pads_are_found(architecture, site, single, answer):
     """Position ids that are not shifted by the pads: the table of positions, not the blocks behind
@@ -300,7 +283,6 @@ def test_localize_goes_to_the_modules_of_a_batch_and_says_why_no_further(single,
     assert "other batches" in found.stopped
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_batch_and_no_batch_exclude_each_other(single, tmp_path, capsys):
     """--no-batch belongs to --like, and is no companion of --batch; prompts are the run's."""

@@ -1,7 +1,5 @@
 """Coverage: every record of both runs is accounted for, and what is missing fails a check."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 
@@ -122,7 +120,6 @@ def test_every_record_is_accounted_for(zoo, names):
             assert sum(r.num_reference for r in rows) == operators, (one, two, pass_)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_every_record_of_the_candidate_is_accounted_for(zoo):
     """Its records are in pairs, listed as alone or skipped, or of a kind that is judged apart."""

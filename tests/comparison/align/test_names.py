@@ -1,7 +1,5 @@
 """Prefixes are found in time that grows with the sites, and as they always were."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.comparison.align import find_prefix

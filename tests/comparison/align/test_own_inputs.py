@@ -1,7 +1,5 @@
 """Runs of a model's own inputs, of which no manifest tells the tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Comparing replays: each operator had the same inputs on both sides."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import RecordOptions, Run, capture, compare, replay

@@ -1,7 +1,5 @@
 """The graph of one forward: order, names, and who feeds whom."""
 
-from __future__ import annotations
-
 import torch
 
 from divergence.comparison.calls import forwards_of, maker_of, operator_passes

@@ -1,7 +1,5 @@
 """Two sequences of calls laid side by side: equal ones, other kernels, other orders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Choices that differ: tokens chosen for alike stay comparable, the others are left out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

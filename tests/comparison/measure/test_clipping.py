@@ -1,7 +1,5 @@
 """Clipped gradients share the rounding of their norm."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows whose own norm is no measure of their error."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One number made of many is held to what its additions lose, and to the terms that cancel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

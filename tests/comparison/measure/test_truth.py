@@ -1,7 +1,5 @@
 """A float64 truth tells which side is wrong, what is legitimate, and what 16 bits hide."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tensors that modules make and no checkpoint stores: other ones are told before any number, with
 all weights equal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Prompts that differ by a few tokens: which side has them, and where."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import compare

@@ -1,7 +1,5 @@
 """Quantised against not, or otherwise: said in one plain line, and never as equal weights."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -83,16 +81,8 @@ def simulated(plain, kept="lm_head", calibration=None, **options):
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [
-        (
-            {"smooth": None},
-            {"smooth": 0.5},
-            ("W8A16", "W8A16 (scales migrated by alpha 0.5)"),
-        ),
-        (
-            {"kept": "h.1"},
-            {"kept": "h.2"},
-            ("W8A16 (kept: h.1)", "W8A16 (kept: h.2)"),
-        ),
+        ({"smooth": None}, {"smooth": 0.5}, ("W8A16", "W8A16 (scales migrated by alpha 0.5)")),
+        ({"kept": "h.1"}, {"kept": "h.2"}, ("W8A16 (kept: h.1)", "W8A16 (kept: h.2)")),
         (
             {"calibration": {"limits": {"h.1": [-1.5, 2.0], "h.2": [0, 1.0]}}},
             {"calibration": {"limits": {"h.1": [-1.5, 2.25], "h.2": [0, 1.5]}}},

@@ -1,8 +1,6 @@
 """Weights that are not equal: the relation that was found is said, and values that differ in their
 dtype alone are the same weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

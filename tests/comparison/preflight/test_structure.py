@@ -1,7 +1,5 @@
 """Another architecture is another experiment, whatever values its parameters share."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -4,8 +4,6 @@ The library lies in the user's cache (``XDG_CACHE_HOME``), or in ``SIMULATED_NPU
 processes that need it at once wait for one another.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

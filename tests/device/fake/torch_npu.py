@@ -17,8 +17,6 @@ missing, fallback   operators that are not there, or that are computed on the ho
 wrong               operators whose results are multiplied by 1.02
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

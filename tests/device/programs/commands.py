@@ -1,7 +1,5 @@
 """``python commands.py NAME WORK MODEL``: runs ``answers`` of NAME.py, writes WORK/answers.json."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

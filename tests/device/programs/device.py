@@ -1,7 +1,5 @@
 """What the simulated device itself does."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,7 +1,5 @@
 """A device whose kernels are wrong (``SIMULATED_NPU`` says how), two machines that look for it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A host's run and the device's, in every form in which a run is kept."""
 
-from __future__ import annotations
-
 from commands import captured, divergence, made
 
 

@@ -1,7 +1,5 @@
 """A device that lacks something: the run is made all the same, or the error says what to do."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

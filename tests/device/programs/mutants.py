@@ -1,7 +1,5 @@
 """The copies of divergence.recording.keeper with one of their three cares left out."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 from commands import captured, divergence

@@ -1,7 +1,5 @@
 """Operators alone: replay, reproducers, the probe and the suite."""
 
-from __future__ import annotations
-
 from commands import captured, divergence, made
 
 

@@ -1,7 +1,5 @@
 """A host's runs and the device's, whatever runs late, in every form in which a model is run."""
 
-from __future__ import annotations
-
 import json
 
 import torch_npu

@@ -1,7 +1,5 @@
 """A host's run and the device's, in full and as digests; the other forms are in forms.py."""
 
-from __future__ import annotations
-
 import torch_npu
 from commands import captured, divergence, made
 

@@ -1,7 +1,5 @@
 """A run's own truth, of a model on a device without float64."""
 
-from __future__ import annotations
-
 import torch
 import torch_npu
 import transformers

@@ -1,7 +1,5 @@
 """Rates by nccl-tests' formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.domains.collectives.capturing import bus_factor

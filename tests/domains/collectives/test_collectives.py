@@ -1,8 +1,6 @@
 """Collectives on gloo ranks of this machine: right ones are called right, and each planted fault is
 found with the collective and the rank that has it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -14,7 +12,9 @@ import torch
 from divergence import CaseOptions, Run, capture, compare, truth
 from divergence.domains.collectives.orders import chain_of, decode
 from divergence.errors import PlantError, RunFormatError, UsageError
+from divergence.layout import Line
 from divergence.numerics.formats import format_named
+from divergence.report.summary import report_lines
 from tests.digests import without_digests
 
 SUMS = ["all_reduce.float32.odd.*", "all_reduce.*.odd.random", "order.all_reduce.*.odd"]
@@ -87,9 +87,7 @@ def test_gloo_adds_in_the_order_of_its_source(made, ranks):
 def test_every_case_holds_on_gloo(tmp_path, ranks):
     """The whole suite, with a link's rate beside the measured one."""
     run = capture(
-        "suite:collectives",
-        out=tmp_path / "r",
-        cases=CaseOptions(ranks=ranks, link_rate="10Gb/s"),
+        "suite:collectives", out=tmp_path / "r", cases=CaseOptions(ranks=ranks, link_rate="10Gb/s")
     )
     report = compare(run)
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "high")
@@ -238,17 +236,10 @@ def test_what_cannot_be_is_refused(made, tmp_path, monkeypatch):
             plants=["all_reduce=swap@7"],
         )
     with pytest.raises(UsageError, match="no implementation is called"):
-        capture(
-            "suite:collectives",
-            out=tmp_path / "x",
-            cases=CaseOptions(ranks=2, impl=["odd"]),
-        )
+        capture("suite:collectives", out=tmp_path / "x", cases=CaseOptions(ranks=2, impl=["odd"]))
     with pytest.raises(UsageError, match="matches no case"):
         capture(
-            "suite:collectives",
-            out=tmp_path / "x",
-            cases=CaseOptions(ranks=2),
-            sites=["nothing"],
+            "suite:collectives", out=tmp_path / "x", cases=CaseOptions(ranks=2), sites=["nothing"]
         )
     with pytest.raises(UsageError, match="--ranks belongs to suite:collectives"):
         capture("some/model", out=tmp_path / "x", cases=CaseOptions(ranks=2))
@@ -272,9 +263,6 @@ def test_the_first_screen_says_what_holds(made, invoke):
 
 def test_the_report_is_whole_in_every_form(made):
     """JSON, terminal and page."""
-    from divergence.layout import Line
-    from divergence.report.summary import report_lines
-
     report = compare(made(3, "all_reduce=swap@1"))
     lines = [item.text for item in report_lines(report, all_sites=True) if isinstance(item, Line)]
     assert "order of addition  found from outside, and replayed bit by bit" in lines

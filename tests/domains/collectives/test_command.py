@@ -1,7 +1,5 @@
 """suite:collectives on the command line: what is wrong is said first, and the exit code agrees."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Orders of addition from what masks give: simulated libraries are named, by place."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

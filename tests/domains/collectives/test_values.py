@@ -1,7 +1,5 @@
 """What ranks put in: the same bytes everywhere, and what each kind is for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

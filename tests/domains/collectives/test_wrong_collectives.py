@@ -1,7 +1,5 @@
 """Who made what is wrong, and what is there instead, is said only where it is known."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 
@@ -159,7 +157,6 @@ def test_equal_bits_are_promised_of_equal_partial_sums_alone(made):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_orders_and_times_alone_are_no_right_collective(made):
     """Where no result is checked nothing is said to be right."""
     sites = ("order.all_reduce.float32.odd", "bandwidth.all_reduce")
@@ -197,10 +194,7 @@ def test_too_few_ranks_are_refused(tmp_path, ranks):
     """One rank has nobody to communicate with."""
     with pytest.raises(UsageError, match="nothing to communicate"):
         capture(
-            "suite:collectives",
-            out=tmp_path / "x",
-            cases=CaseOptions(ranks=ranks),
-            probe=False,
+            "suite:collectives", out=tmp_path / "x", cases=CaseOptions(ranks=ranks), probe=False
         )
 
 

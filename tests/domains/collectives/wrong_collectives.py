@@ -1,7 +1,5 @@
 """Collectives with a fault each, for ``--impl``: one rank's tensor in, its result out."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

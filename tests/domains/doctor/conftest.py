@@ -1,7 +1,5 @@
 """Pairs of real captured runs with one thing that differs; made once, when first asked for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What each point and each rung says of real runs, and that it is never more than compare says."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -136,14 +134,7 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
         ("code", "code", ("LlamaMLP.forward was replaced", "model.layers.0:out")),
         ("code_elsewhere", "code", ("in model.layers.2.mlp",)),
         ("rounding", "code", ("attention eager / sdpa", "no more than rounding")),
-        (
-            "tie",
-            "sampling",
-            (
-                "A's tokens were fed to B",
-                "(tie); each is the largest",
-            ),
-        ),
+        ("tie", "sampling", ("A's tokens were fed to B", "(tie); each is the largest")),
         ("same", "sampling", ("A's tokens were fed to B; 6 of 6",)),
         ("seed", "seed", ("A: 0, B: 7", "greedy")),
         ("engine_on", "engine", ("A: transformers", "B: vllm: prefix caching on")),

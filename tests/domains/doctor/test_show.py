@@ -1,7 +1,5 @@
 """How a checkup is printed: in a terminal, as Markdown, as JSON, and with which exit code."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

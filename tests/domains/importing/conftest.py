@@ -1,7 +1,5 @@
 """One captured run of the tiny Llama, of which other tools' dumps are written."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import RecordOptions, Run, capture

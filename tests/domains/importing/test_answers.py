@@ -1,7 +1,5 @@
 """Answers of servers that people saved, and rollouts as torch.save wrote them."""
 
-from __future__ import annotations
-
 import json
 import math
 

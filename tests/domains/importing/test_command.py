@@ -1,7 +1,5 @@
 """`divergence import`: its words, its exit codes, and what it leaves on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

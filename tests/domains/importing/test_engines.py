@@ -1,7 +1,5 @@
 """What the tools of other engines dump, held against a capture of the same forward."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Plain folders: which file is which site, by a map."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The files of a dump: which are read, and as what."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Files of log-probabilities: the fields of each framework, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

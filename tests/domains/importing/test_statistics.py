@@ -1,7 +1,5 @@
 """Statistics and checksums of other tools: a fault is shown, health never."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -4,8 +4,6 @@ The decoder layers of an engine with fused norms hand on (update, residual): her
 half of the hidden state and the update the rest, both exact in the run's dtype.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Rollouts and a trainer's scores of them, made up: what a cause does to log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import random
 

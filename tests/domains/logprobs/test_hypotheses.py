@@ -1,8 +1,6 @@
 """One setting, or one mistake, that makes one side's log-probabilities the other's is named with
 its value and what remains after it; rounding and other weights are none."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -169,7 +167,6 @@ def test_numbers_at_another_place_are_named(sides, place, noise):
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "words"),

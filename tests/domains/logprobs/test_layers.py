@@ -1,7 +1,5 @@
 """Runs with layers beside log-probabilities: the block, or the expert, that explains Δ log p."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

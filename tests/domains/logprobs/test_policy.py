@@ -1,7 +1,5 @@
 """A policy holds log-probabilities alone: what nobody tells is no failure, numbers have limits."""
 
-from __future__ import annotations
-
 import json
 import random
 

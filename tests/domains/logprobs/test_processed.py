@@ -1,8 +1,6 @@
 """What sampling settings make of log-probabilities is named: a temperature, and the unlikely tokens
 left out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rounding sends tokens to other experts where scores nearly tie: few tokens, and far off."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

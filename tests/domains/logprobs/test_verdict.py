@@ -1,7 +1,5 @@
 """A trainer–rollout pair: each planted cause is told from the others, and from rounding."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import localize

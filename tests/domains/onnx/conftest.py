@@ -1,7 +1,5 @@
 """Graphs as torch's exporter writes them, and transformers' runs of the same models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults in a graph: the right block, and with a truth the right side."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

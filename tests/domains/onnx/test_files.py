@@ -1,7 +1,5 @@
 """ONNX files of other exporters, with weights, a config and a cache beside them or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

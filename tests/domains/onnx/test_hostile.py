@@ -1,8 +1,6 @@
 """ONNX files that were made to harm whoever runs them: nothing outside their folder is read, and
 no number in them is believed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

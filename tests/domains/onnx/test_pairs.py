@@ -1,7 +1,5 @@
 """ONNX Runtime against transformers: healthy pairs, whatever is recorded of them and how."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

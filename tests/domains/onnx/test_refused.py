@@ -1,7 +1,6 @@
 """What the engine refuses, and what it says."""
 
-from __future__ import annotations
-
+import sys
 from typing import Any
 
 import pytest
@@ -134,8 +133,6 @@ def test_what_a_graph_cannot_do(graph_of, recorded, again):
 
 def test_packages_that_are_missing_or_old(graph_of, recorded, again, monkeypatch):
     """Which package is needed, and how it is installed, is said."""
-    import sys
-
     import onnxruntime
 
     run, file = recorded("llama", sites="blocks"), graph_of("llama")

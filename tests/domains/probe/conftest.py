@@ -1,18 +1,12 @@
 """Machines in software: sums whose order and arithmetic are known."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from divergence.domains.probe.additions import (
-    Arithmetic,
-    Summing,
-    replay,
-)
+from divergence.domains.probe.additions import Arithmetic, Summing, replay
 from divergence.numerics.trees import Tree
 
 

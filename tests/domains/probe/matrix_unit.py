@@ -10,16 +10,10 @@ bits (TF32) or 7 (bfloat16), cut off or rounded.
 No answer about a real machine comes from here.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
-from divergence.domains.probe.additions import (
-    COLUMNS,
-    Summing,
-    keep_bits,
-)
+from divergence.domains.probe.additions import COLUMNS, Summing, keep_bits
 from divergence.numerics.formats import format_of
 
 __all__ = ["matrix_unit"]

@@ -1,17 +1,11 @@
 """A probe is a run: it opens, verifies, and others can check its claims from it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 import divergence
-from divergence.domains.probe.additions import (
-    Arithmetic,
-    replay,
-    summing,
-)
+from divergence.domains.probe.additions import Arithmetic, replay, summing
 from divergence.errors import RunExistsError, UsageError
 from tests.models.trees import tree_of_parents
 

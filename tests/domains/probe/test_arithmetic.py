@@ -1,7 +1,5 @@
 """What two machines' arithmetic explains: only what both verified, and by a stated formula."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import msgspec
@@ -13,6 +11,7 @@ from divergence.domains.probe.find import find
 from divergence.facts import sentence
 from divergence.run.manifest import ArithmeticFact, Manifest
 from tests import by_hand
+from tests.models.trees import balanced, sequential
 
 SHAPE = "linear M=16 K=512 N=64"
 
@@ -97,8 +96,6 @@ def test_w_by_hand():
 
 def test_expected_w_is_what_random_sums_show():
     """Sequential against pairwise sums of 256 float32 terms, 4,000 sums: within a tenth."""
-    from tests.models.trees import balanced, sequential
-
     terms, source = 256, np.random.default_rng(4)
     values = source.standard_normal((terms, 4000)).astype(np.float32)
     exact = values.astype(np.float64).sum(axis=0)

@@ -1,7 +1,5 @@
 """`divergence probe`: facts as text and JSON, exit codes, and what follows from them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

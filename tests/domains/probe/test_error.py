@@ -1,17 +1,10 @@
 """The measured error of an order, beside what the formula expects of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from divergence.comparison.arithmetic import expected_w
-from divergence.domains.probe.additions import (
-    Notebook,
-    find_order,
-    note_finding,
-    typical_error,
-)
+from divergence.domains.probe.additions import Notebook, find_order, note_finding, typical_error
 from divergence.run.manifest import ArithmeticFact
 from tests.domains.probe.matrix_unit import matrix_unit
 from tests.models.trees import balanced, sequential

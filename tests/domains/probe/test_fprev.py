@@ -1,7 +1,5 @@
 """FPRev on sizes alone: any tree comes back, and few measurements are needed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """From a machine's outputs to a proven order: software machines of known orders."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

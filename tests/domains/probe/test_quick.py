@@ -1,7 +1,5 @@
 """The quick form: fast, and a capture is the same with it and without."""
 
-from __future__ import annotations
-
 import random
 import time
 import warnings
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence import RecordOptions, capture
+from divergence import RecordOptions, capture, replay
 from divergence import truth as make_truth
 from divergence.domains.probe import quick
 from divergence.domains.probe.quick import quick_facts
@@ -165,8 +163,6 @@ def test_a_failing_probe_fails_no_capture(llama, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_replay_notes_it_and_its_truth_does_not(tmp_path, shared_run):
     """Operators run again are run on a machine too."""
-    from divergence import replay
-
     run = shared_run(
         prompts=["a bridge"],
         max_new_tokens=1,

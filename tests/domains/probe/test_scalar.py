@@ -1,18 +1,12 @@
 """Rounding, subnormals, multiply-adds, functions, lanes, rows: known arithmetic is recognised."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from divergence.domains.probe.additions import (
-    Notebook,
-    cancelling,
-    exact_values,
-)
+from divergence.domains.probe.additions import Notebook, cancelling, exact_values
 from divergence.domains.probe.quick import (
     FUNCTIONS,
     MODES,
@@ -29,6 +23,7 @@ from divergence.domains.probe.quick import (
     subnormals,
     worst_ulp,
 )
+from divergence.run.manifest import digest_tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = 2.0**-7
@@ -172,8 +167,6 @@ def test_groups_in_words():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_the_same_bytes_everywhere(dtype):
     """Held against digests made once; and the cancelling ones do cancel, in any pairing."""
-    from divergence.run.manifest import digest_tensor
-
     known = {
         torch.float32: "2cf96ee6c1cf1e1dcbb455ada711a34a",
         torch.bfloat16: "ce5d1e49fbaab69dfe7a16694cc2202b",

@@ -1,7 +1,5 @@
 """Matrix units of known width and precision are recognised by the probes that look at machines."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from divergence.domains.probe.additions import (
 )
 from divergence.numerics.trees import Tree
 from tests.domains.probe.matrix_unit import matrix_unit
+from tests.models.trees import sequential
 
 
 def blocks(terms: int, width: int) -> Tree:
@@ -88,8 +87,6 @@ def test_lost_input_bits_are_counted(bits, name, cut):
 
 def test_float32_keeps_all_its_bits(machine):
     """And says so."""
-    from tests.models.trees import sequential
-
     assert input_bits(machine(sequential(8))).value == "23 bits (float32)"
 
 

@@ -1,7 +1,5 @@
 """One CPU as several machines: orders that differ are told apart, equal ones are equal."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

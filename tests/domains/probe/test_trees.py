@@ -1,12 +1,8 @@
 """Trees: one form for one order, and its numbers worked by hand."""
 
-from __future__ import annotations
-
 import pytest
 
-from divergence.domains.probe.additions import (
-    describe,
-)
+from divergence.domains.probe.additions import describe
 from divergence.numerics.trees import Tree
 from tests.models.trees import balanced, sequential, size_between, tree_of_parents
 

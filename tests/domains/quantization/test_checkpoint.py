@@ -1,7 +1,5 @@
 """A quantised checkpoint is captured, repeated and described like any other model."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
@@ -108,11 +106,7 @@ def test_codes_that_are_widened_on_loading_are_told(tiny_model, tmp_path):
     ("method", "package", "hint"),
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "optimum", "'optimum'"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "bitsandbytes",
-            "'bitsandbytes",
-        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", "'bitsandbytes"),
     ],
     ids=["gptq", "bitsandbytes"],
 )

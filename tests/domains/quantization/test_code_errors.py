@@ -1,7 +1,5 @@
 """Codes against what they stand for: correct rounding passes in any dtype, wrong ones do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -49,10 +47,7 @@ def test_rounding_to_nearest_passes(dtype, seed):
         (lambda x: codes(x, scale=1.05), "scale"),
         (lambda x: codes(x, scale=x.abs().amax() / x.abs().amax(-1, keepdim=True)), "outliers"),
         (lambda x: (codes(x).int() + 9).clamp(-128, 127).to(torch.int8), "outliers"),
-        (
-            lambda x: torch.where(codes(x) == 127, -128, codes(x).int()).to(torch.int8),
-            "outliers",
-        ),
+        (lambda x: torch.where(codes(x) == 127, -128, codes(x).int()).to(torch.int8), "outliers"),
     ],
 )
 def test_wrong_quantisers_do_not(wrong, what, dtype):

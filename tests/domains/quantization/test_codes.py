@@ -1,7 +1,5 @@
 """Quantisers of a quantised model: healthy ones pass, a wrong one is named with its side."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

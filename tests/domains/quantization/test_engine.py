@@ -1,6 +1,7 @@
 """--engine quantize: a run of a quantised variant, made and repeated."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -160,8 +161,6 @@ def test_groups_that_do_not_fit_name_the_matrix(plain, tmp_path):
 
 def test_weights_that_are_not_finite_are_refused(folder, plain, tmp_path):
     """By the matrix that holds them."""
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     state = load_file(broken / "model.safetensors")

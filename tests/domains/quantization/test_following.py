@@ -1,12 +1,11 @@
 """Δp and perplexity have one definition, whichever command tells them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 
+from divergence.domains.quantization.quantize import cost_of
 from divergence.numerics.logits import RowCosts
 from divergence.numerics.sums import following_of, quantile
 
@@ -19,33 +18,17 @@ def test_a_quantile_is_a_value_that_was_seen():
 
 def test_what_quantisation_costs_has_the_figures_of_the_tokens_that_follow():
     """Cost and the comparison of tokens compute each figure alike."""
-    from divergence.domains.quantization.quantize import cost_of
-
     generator = np.random.default_rng(0)
     mine = -generator.exponential(size=37)
     other = mine + generator.normal(0, 0.3, 37)
     found = following_of(mine, other)
     costs = cost_of(
-        [
-            RowCosts(
-                kl=np.zeros(37),
-                same_top=np.ones(37, bool),
-                logprob_a=mine,
-                logprob_b=other,
-            )
-        ]
+        [RowCosts(kl=np.zeros(37), same_top=np.ones(37, bool), logprob_a=mine, logprob_b=other)]
     )
-    for name in (
-        "delta_p_mean",
-        "delta_p_error",
-        "delta_p_rms",
-        "delta_p_p1",
-        "delta_p_p99",
-        "delta_logprob_mean",
-        "ln_ratio",
-        "ln_ratio_error",
-        "ln_correlation",
-    ):
+    for name in """
+        delta_p_mean delta_p_error delta_p_rms delta_p_p1 delta_p_p99 delta_logprob_mean
+        ln_ratio ln_ratio_error ln_correlation
+    """.split():
         assert getattr(costs, name) == getattr(found, name)
     assert (costs.perplexity_base, costs.perplexity) == (found.base, found.other)
     delta = np.sort(np.exp(other) - np.exp(mine))

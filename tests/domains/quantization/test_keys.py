@@ -1,12 +1,11 @@
 """Keys and values that a cache holds as codes: judged as codes, and put in place as codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from benchmarks.quantizers import PROMPTS
 from divergence import BatchOptions, LoadOptions, capture, truth
+from divergence.domains.quantization import model as cache
 from divergence.run.site import HEAD_CODES
 from tests.models import quantized
 
@@ -123,8 +122,6 @@ SECOND = "decoder.block.1"
 @pytest.mark.parametrize("name", ["layer.0.SelfAttention", "layer.1.EncDecAttention"])
 def test_a_wrong_quantiser_of_one_of_them_is_named(halves, name, monkeypatch, answer):
     """A cast that cuts off, where this attention fills the cache."""
-    from divergence.domains.quantization import model as cache
-
     a, exact = halves
     own, wrong, inside = cache.codes_of, f"{SECOND}.{name}", [False]
 

@@ -1,7 +1,5 @@
 """Results as each tool writes them, made small."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`divergence scores`: one screen, its other forms, exit codes."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

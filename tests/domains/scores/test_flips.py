@@ -1,7 +1,5 @@
 """Flips at near ties, and flips whose margin moved."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from msgspec.structs import replace

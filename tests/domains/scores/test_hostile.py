@@ -1,7 +1,5 @@
 """Score logs that were made to harm whoever reads them: each is one error that names the file."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

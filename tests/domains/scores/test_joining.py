@@ -1,7 +1,5 @@
 """From a score to a layer: flips joined to two runs of their prompts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

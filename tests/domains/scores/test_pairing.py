@@ -1,7 +1,5 @@
 """Pairs are one document asked alike; everything else is counted, and is in no number."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Two evaluations: the verdict, what it rests on, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 

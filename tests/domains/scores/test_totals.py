@@ -1,7 +1,5 @@
 """Scores without documents: lm-eval's results, evalscope's reports, opencompass's summary."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The wrong implementations, and one small suite captured once with its truth."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Capturing a suite, repeating it, and its truth: journeys, options, and damaged runs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -383,8 +381,6 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
 def test_replays_of_a_suite(tmp_path):
     """`divergence replay` runs a suite's operators too, and is held to the suite's truth. The
     float64 replay does not say what rounding explains, so it is no truth of a suite."""
-    from divergence import replay
-
     run = capture("suite:llm", out=tmp_path / "a", sites=FEW)
     again = replay(run, out=tmp_path / "r")
     report = compare(run, again, truth=make_truth(run, out=tmp_path / "truth"))

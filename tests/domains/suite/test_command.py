@@ -1,7 +1,5 @@
 """The operator suite from the command line: what is printed where, and how it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

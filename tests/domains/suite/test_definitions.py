@@ -1,7 +1,5 @@
 """Each definition in float64 against numbers worked out by hand, and against torch in float64."""
 
-from __future__ import annotations
-
 import inspect
 import math
 
@@ -65,11 +63,7 @@ def test_add_rms_norm():
 def test_layer_norm():
     """(2, 4, 12) has mean 6 and variance (16 + 4 + 36)/3; with ε = 49/3 the root is √35."""
     found = define(
-        "layer_norm",
-        x=[[2.0, 4.0, 12.0]],
-        weight=[1.0, 2.0, 1.0],
-        bias=[0.0, 0.0, 1.0],
-        eps=49 / 3,
+        "layer_norm", x=[[2.0, 4.0, 12.0]], weight=[1.0, 2.0, 1.0], bias=[0.0, 0.0, 1.0], eps=49 / 3
     )
     root = math.sqrt(35)
     assert close(found, [[-4 / root, -4 / root, 6 / root + 1]])
@@ -278,13 +272,7 @@ ORACLES = {
     "layer_norm": lambda x, w, b, eps: functional.layer_norm(x, x.shape[-1:], w, b, eps),
     "embedding": functional.embedding,
     "attention": lambda q, k, v, mask, causal, scale: functional.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     ),
 }
 

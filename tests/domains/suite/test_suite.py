@@ -1,7 +1,5 @@
 """Comparing suites: planted wrong operators are named with their side, healthy machines are not."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -86,9 +84,7 @@ def test_both_sides_wrong(planted_suite, tmp_path):
         **options, out=tmp_path / "c", cases=CaseOptions(impl={"linear": faulty.linear_tf32})
     )
     three = capture(
-        **options,
-        out=tmp_path / "d",
-        cases=CaseOptions(impl={"linear": faulty.linear_wrong_tile}),
+        **options, out=tmp_path / "d", cases=CaseOptions(impl={"linear": faulty.linear_wrong_tile})
     )
     same = compare(one, two, truth=truth).verdict
     assert same.kind == "identical"

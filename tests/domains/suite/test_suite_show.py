@@ -1,7 +1,5 @@
 """The table of a suite's operators."""
 
-from __future__ import annotations
-
 from divergence.domains.suite.result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
 from divergence.report.summary import report_lines
 

@@ -1,7 +1,5 @@
 """Tests of divergence.domains.suite.definition: simulated rounding is as large as real rounding."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

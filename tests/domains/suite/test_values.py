@@ -1,7 +1,5 @@
 """Tests of divergence.domains.suite.definition and cases: the same bytes everywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +13,7 @@ from divergence.domains.suite.definition import (
     outlier_channels,
     to_tensor,
 )
+from divergence.numerics.drawn import _hash
 from divergence.run.manifest import digest_many, digest_tensor
 
 INPUTS = "49a111c005c23cdf1dd7be5b0cc40720"
@@ -38,8 +37,6 @@ def test_inputs_are_frozen():
 
 def test_the_hash_is_splitmix():
     """The first outputs of SplitMix64 with state 0, as its authors publish them."""
-    from divergence.numerics.drawn import _hash
-
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [int(one) for one in _hash(0, 3, 0)] == expected
 

@@ -1,7 +1,5 @@
 """Vendors' own operators, with stand-ins that hold to their documented terms."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace

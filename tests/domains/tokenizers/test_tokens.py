@@ -1,7 +1,5 @@
 """tokens: each text that two tokenizers make other tokens of is put down to what makes it so."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

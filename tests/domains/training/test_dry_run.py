@@ -1,7 +1,5 @@
 """capture --dry-run --train: the plan of a training step, as it is printed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

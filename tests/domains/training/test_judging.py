@@ -1,7 +1,5 @@
 """Two curves of losses: noise is no alarm, a drift is found near where it begins."""
 
-from __future__ import annotations
-
 import json
 import math
 

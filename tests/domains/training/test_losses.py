@@ -1,7 +1,5 @@
 """divergence compare of two files of losses."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

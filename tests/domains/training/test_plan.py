@@ -1,7 +1,5 @@
 """The plan of a step, against what the same step really allocates in this process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile

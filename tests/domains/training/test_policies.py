@@ -1,7 +1,5 @@
 """Precision policies of frameworks, as options of a capture."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,10 +29,7 @@ def dtypes(compute, reduce, accumulate, **more):
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (
-            {"train_batch_size": 8},
-            dtypes("float32", "float32", "float32"),
-        ),
+        ({"train_batch_size": 8}, dtypes("float32", "float32", "float32")),
         (
             {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
             dtypes("bfloat16", "bfloat16", "float32", main_weights=True),

@@ -1,7 +1,5 @@
 """Losses are read from what trainings write."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -190,12 +188,9 @@ def test_event_files_are_read_through_tensorboard(tmp_path, monkeypatch, notes):
             ]
 
     package = "tensorboard.backend.event_processing.event_accumulator"
-    for name in (
-        "tensorboard",
-        "tensorboard.backend",
-        "tensorboard.backend.event_processing",
-        "tensorboard.util",
-    ):
+    for name in """
+        tensorboard tensorboard.backend tensorboard.backend.event_processing tensorboard.util
+    """.split():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     sys.modules[package].EventAccumulator = Events

@@ -1,7 +1,5 @@
 """Parameters, gradients and optimizer state follow ZeRO's formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.domains.training.plan import RankParameter, kept_parts, whole_parameters_bytes

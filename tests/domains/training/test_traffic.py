@@ -1,7 +1,5 @@
 """Bytes of collectives, against the formulas by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence.domains.training.plan import RankParameter, gradient_traffic, tensor_traffic

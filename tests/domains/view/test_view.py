@@ -1,7 +1,5 @@
 """The terminal browser: its pages, its keys, and what a run's names cannot do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable
@@ -9,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from divergence import Report
-from divergence.domains.view.app import HOMES, Page
+from divergence.cli.main import app
+from divergence.comparison.result import PromptRatio
+from divergence.domains.view.app import HOMES, Browser, Page
 from divergence.errors import UsageError
 
 HOSTILE = "[bold red]x[/] \x1b[2J\x1b]0;owned\x07 ‮ [link=https://x]"
@@ -66,8 +66,6 @@ def test_prompts_and_steps_hold_their_own_blocks(reports, key, named):
 
 def test_a_prompt_of_a_batch_is_found(reports):
     """Prompts that ran together share their results."""
-    from divergence.comparison.result import PromptRatio
-
     shared = [PromptRatio(sample=n, ratio=1.0, num_rows=3) for n in (0, 1)]
     site = reports.make_site("m.0:out", block="m.0", role="block", prompts=shared)
     assert column(page(reports.make_report(sites=[site]), "p"), "prompt") == ["0", "1"]
@@ -114,7 +112,6 @@ def test_what_is_no_report_is_said(text, said, tmp_path):
 def shown(report, *keys: str, check: Callable, size: tuple[int, int] = (80, 24)) -> None:
     """Runs the browser without a terminal, presses keys and calls ``check(app)``."""
     pytest.importorskip("textual", reason="the extra `tui` is not installed")
-    from divergence.domains.view.app import Browser
 
     async def session() -> None:
         app = Browser(report)
@@ -248,7 +245,6 @@ def test_every_prompt_of_many_is_there(reports):
 
 def test_a_missing_extra_and_a_pipe_are_said(monkeypatch, capsys):
     """Exit code 2, before anything is read."""
-    from divergence.cli.main import app
 
     def ended() -> str:
         with pytest.raises(SystemExit) as caught:

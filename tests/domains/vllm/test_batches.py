@@ -1,7 +1,5 @@
 """Rows of a forward, divided into the prompts and the steps that they belong to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the engine refuses before anything is loaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Name maps: where transformers' modules are in vLLM's."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that vLLM divides among two processes: one run, whole tensors, replicas that agree."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """What vLLM itself must be there for: limits, name maps that do not fit, an interruption."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -3,8 +3,6 @@
 Run by ``make test-vllm``, in an environment that has vLLM; left out elsewhere.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 
@@ -27,16 +25,7 @@ PAIRS = [
     *((name, dtype) for name in ("llama", "qwen3") for dtype in DTYPES),
     *(
         (name, "bfloat16")
-        for name in (
-            "gemma2",
-            "gemma3",
-            "granite",
-            "mistral",
-            "mixtral",
-            "phi3",
-            "qwen2",
-            "qwen3-moe",
-        )
+        for name in "gemma2 gemma3 granite mistral mixtral phi3 qwen2 qwen3-moe".split()
     ),
     ("gpt2", "float32"),
 ]
@@ -107,11 +96,7 @@ def compared(report):
 
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [
-        ("llama", "float32"),
-        ("llama", "bfloat16"),
-        ("qwen3-moe", "bfloat16"),
-    ],
+    [("llama", "float32"), ("llama", "bfloat16"), ("qwen3-moe", "bfloat16")],
 )
 def test_a_batch(made, tmp_path, architecture, dtype):
     """Prompts of several lengths in one forward: each row in its own prompt and step."""

@@ -1,7 +1,5 @@
 """vLLM's form of a decoder layer, made of plain torch modules, seen as transformers'."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

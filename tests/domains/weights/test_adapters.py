@@ -1,7 +1,5 @@
 """LoRA adapters as PEFT writes them: by the products that they add, and merged into their base."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,8 +1,6 @@
 """weights: each parameter that two checkpoints do not share bit for bit is put down to what relates
 the two."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -310,13 +308,7 @@ OTHER = [
         "up_proj + gate_proj of A are gate_up of B, where loaders take gate_proj + up_proj",
     ),
     ("scaled", of(UP, lambda t: -0.5 * t), "scaled", 1, "B = -0.5 × A"),
-    (
-        "scaled, 4 bits",
-        of(UP, lambda t: four_bits(1.5 * t)),
-        "scaled",
-        1,
-        "B = 1.5 × A, and 9",
-    ),
+    ("scaled, 4 bits", of(UP, lambda t: four_bits(1.5 * t)), "scaled", 1, "B = 1.5 × A, and 9"),
     ("one plus", every("norm", lambda t: t + 1), "shifted", 7, "B = A + 1"),
     ("adapter", every("v_proj", with_adapter), "low_rank", 3, "a difference of rank 4"),
     ("4 bits", every("mlp", four_bits), "quantised", 9, "B's on a grid of 4 bits in groups of 32"),

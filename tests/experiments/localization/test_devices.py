@@ -1,7 +1,5 @@
 """Each side is made again on the kind of device that it ran on, here and in printed commands."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """The descent in one command: block, module, operator, cause, reproducer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shlex
@@ -216,7 +214,6 @@ def test_the_page_and_the_json_say_the_same(planted, lines_of):
     assert answer["causal"]["holds"] is True
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path, lines_of):
     """It would take the model and minutes, to say what the runs alone say."""

@@ -1,7 +1,5 @@
 """One decision: compare, localize's first line, its page and JSON name one place and one side."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

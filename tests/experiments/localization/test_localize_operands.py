@@ -1,7 +1,5 @@
 """The descent where the sides call an operator otherwise, or compute one thing by other ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The descent into the backward of a training step: which operator, whose, and that it is."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What is captured again must repeat the run it stands for; else nothing is concluded from it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

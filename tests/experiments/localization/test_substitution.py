@@ -1,7 +1,5 @@
 """A run that holds another run's results is not taken for a machine's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import RecordOptions, Run, capture, compare, pack, unpack

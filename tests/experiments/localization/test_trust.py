@@ -1,7 +1,5 @@
 """What the second run of a pair names is no choice of this machine's user either."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Two machines that no field of a run tells apart: kernels, code, and whose truth it is."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

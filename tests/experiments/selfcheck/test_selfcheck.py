@@ -1,7 +1,5 @@
 """selfcheck: healthy models agree with themselves, and each planted fault is in its own line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """sensitivity(): the size that is found is the size from which a real fault is found."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -103,7 +101,6 @@ def test_the_escalated_pass_sees_deeper(found):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", ["scale", "noise"])
 def test_a_real_plant_agrees(runs, found, dtype, fault, answer):
@@ -202,7 +199,6 @@ def test_json_is_versioned_and_complete(found):
     assert {"verdict", "truth", "units", "phrases", "next", "num_trials", "dtype"} <= set(answer)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_what_would_see_more_is_a_command(runs, found):
     """bfloat16 without an escalated pass: that and the truth; with both, nothing of the kind."""

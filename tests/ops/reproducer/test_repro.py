@@ -1,7 +1,5 @@
 """Reproducers: one operator in a folder that runs without this package."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json
@@ -22,6 +20,7 @@ from safetensors.torch import load_file
 from divergence import Run, replay, repro
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.reproducer import FILES
+from divergence.recording.machine import collect_environment
 from divergence.run.captured import CapturedTensor
 from divergence.run.record import Call, Operand
 from divergence.run.writer import RunWriter
@@ -60,10 +59,7 @@ def bare() -> Iterator[Callable[[list[Path], Path], str]]:
     """``bare(folders, tmp_path)``: what their scripts print in another directory; it fails where
     one does not exit with 0."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-c", BARE],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-I", "-c", BARE], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
     def run(folders: list[Path], tmp_path: Path) -> str:
@@ -82,7 +78,6 @@ def bare() -> Iterator[Callable[[list[Path], Path], str]]:
 X = (torch.arange(24.0).reshape(4, 6) - 11) / 7
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_it_runs_in_a_bare_environment(record, tmp_path, bare):
     """Bit for bit what was recorded, with a transposed weight too, and how far it is off."""
@@ -305,7 +300,6 @@ def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_nothing_in_a_run_becomes_code(tmp_path, bare):
     """Names, sites, labels and scalars of a stranger's run are literals in the script."""
     evil = '"""+__import__("os").system("x")+"""\\'
@@ -442,8 +436,6 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, own_operators, bare)
 
 def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     """A run of one call on two small vectors."""
-    from divergence.recording.machine import collect_environment
-
     values = by_hand.manifest(
         id="c" * 32,
         model={"task": "operators", "num_parameters": 0},

@@ -1,7 +1,5 @@
 """Values as source, and scripts that hold nothing but what was meant."""
 
-from __future__ import annotations
-
 import ast
 import math
 
@@ -25,7 +23,6 @@ PLAIN = st.recursive(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(PLAIN)

@@ -1,7 +1,5 @@
 """--engine compile: blocks compiled one by one, compared with the eager model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Which engine runs a model: named, given its options, recorded, and taken by --like."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every pass and every kind of site, of the engines that make them all."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import BatchOptions, LoadOptions, RecordOptions, capture, compare

@@ -1,7 +1,5 @@
 """tested.md: what each engine records, pass by pass, is what a test exercises."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

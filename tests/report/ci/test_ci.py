@@ -1,7 +1,5 @@
 """The answer of `check` as CI servers read it: JUnit, GitHub, GitLab."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -173,7 +171,6 @@ def test_junit_follows_its_schema(failing, hostile, reports, checked, ci):
     assert r"\x00\x1b[31m\ud800\ufffe\u202e\x0d\x0a::error::" in written
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_parser_of_ci_servers_reads_the_file(failing, hostile, ci):
     """junitparser sees the same cases and texts."""

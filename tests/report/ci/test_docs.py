@@ -1,7 +1,5 @@
 """The pipelines in docs/ci.md can be pasted: they are YAML, and their commands exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A server on loopback that speaks OpenAI's completions as vLLM does, well or badly; or as another
 server does (speakers.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

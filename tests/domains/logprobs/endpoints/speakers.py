@@ -5,8 +5,6 @@ SGLang 0.5 (managers/tokenizer_manager.py), llama.cpp (tools/server), TGI 3 (its
 OpenAI's legacy completions with ``echo``, and chat completions.
 """
 
-from __future__ import annotations
-
 
 def _text(token: int) -> str:
     return f"<{token}>"
@@ -199,11 +197,7 @@ GET: dict[str, dict[str, dict]] = {
     "tgi": {"/info": {"version": "3.3.4", "model_dtype": "torch.float16", "model_id": "tiny"}},
 }
 POST = {
-    "vllm": {
-        "/v1/completions": _vllm,
-        "/v1/chat/completions": _chat,
-        "/tokenize": _tokenize,
-    },
+    "vllm": {"/v1/completions": _vllm, "/v1/chat/completions": _chat, "/tokenize": _tokenize},
     "openai": {"/v1/completions": _openai, "/v1/chat/completions": _chat},
     "mindie": {"/v1/completions": _openai, "/v1/chat/completions": _chat},
     "sglang": {"/generate": _sglang, "/v1/chat/completions": _chat, "/tokenize": _tokenize},

@@ -1,13 +1,15 @@
 """capture(endpoint=...): a server's answers as a run, from a server that behaves."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from divergence import RecordOptions, Run, ServerOptions, capture, compare
-from divergence.errors import UsageError
+from divergence import RecordOptions, Run, ServerOptions, capture, compare, doctor, import_dump
+from divergence.cli.main import app
+from divergence.errors import RunFormatError, UsageError
+from divergence.run.captured import CapturedTensor
+from divergence.run.manifest import Sizes
+from divergence.run.writer import RunWriter
 
 PROMPTS = [f"prompt number {n}" for n in range(12)]
 GIVEN = {"prompts": PROMPTS, "max_new_tokens": 8}
@@ -146,8 +148,6 @@ def _as_scores(run: Run, tmp_path):
     """The same log-probabilities as a file, through an import."""
     import torch
 
-    from divergence import import_dump
-
     lines = []
     for number, sample in enumerate(run.manifest.tokens.samples):
         values = []
@@ -179,12 +179,7 @@ def test_a_server_of_text_alone(stub, serve):
 
 
 @pytest.mark.parametrize(
-    "lacks",
-    [
-        {"logprobs"},
-        {"logprobs", "prompt_logprobs"},
-        {"ids", "logprobs", "prompt_logprobs"},
-    ],
+    "lacks", [{"logprobs"}, {"logprobs", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"}]
 )
 def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
     """Its answer's characters are the other side's tokens by text, and have no number there."""
@@ -201,8 +196,6 @@ def test_what_a_server_does_not_tell_is_no_nan(lacks, stub, serve, monkeypatch):
 
 def test_the_command_line(stub, tmp_path, capsys):
     """As the documents have it, and what it says in the end."""
-    from divergence.cli.main import app
-
     words = [
         "capture",
         "--endpoint",
@@ -239,12 +232,7 @@ def test_a_model_scores_what_a_server_answered(stub, serve, llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lacks",
-    [
-        {"ids"},
-        {"ids", "prompt_logprobs"},
-        {"ids", "logprobs", "prompt_logprobs"},
-    ],
+    "lacks", [{"ids"}, {"ids", "prompt_logprobs"}, {"ids", "logprobs", "prompt_logprobs"}]
 )
 def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama, tmp_path):
     """It says that the server gave none, and the way that is left works."""
@@ -268,8 +256,6 @@ def test_what_a_server_told_without_ids_is_not_forced(lacks, stub, serve, llama,
 
 def test_a_doctor_needs_models(serve):
     """The checklist is for runs of models, not for log-probabilities alone."""
-    from divergence import doctor
-
     a = serve("a", prompts=PROMPTS[:2])
     with pytest.raises(UsageError, match="log-probabilities alone"):
         doctor(a, a)
@@ -279,11 +265,6 @@ def test_a_run_of_another_form_is_refused(serve, tmp_path):
     """Records of a run from elsewhere may have any shape."""
     import torch
     from msgspec.structs import replace
-
-    from divergence.errors import RunFormatError
-    from divergence.run.captured import CapturedTensor
-    from divergence.run.manifest import Sizes
-    from divergence.run.writer import RunWriter
 
     a = serve("a", prompts=PROMPTS[:2])
     manifest = replace(a.manifest, id="0" * 32, sizes=Sizes())

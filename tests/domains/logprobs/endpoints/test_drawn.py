@@ -1,7 +1,5 @@
 """--answers: texts drawn at temperature 1, held together as distributions."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import ServerOptions, capture, compare

@@ -1,7 +1,5 @@
 """Servers with a fault that hides behind a mean, a short list, or a setting that is not obeyed."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -9,6 +7,7 @@ import pytest
 
 from divergence import ServerOptions, capture, compare
 from divergence.errors import UsageError
+from tests.domains.logprobs.endpoints import speakers
 from tests.domains.logprobs.endpoints.conftest import VOCABULARY, serving
 
 PROMPTS = [f"{n:02} is a prompt" + " and a few words more" * (n % 3) for n in range(24)]
@@ -356,8 +355,6 @@ def test_rounding_that_a_mean_allows_is_no_fault_by_one_flip(stub, serve):
 def test_pieces_of_characters_are_not_held_to_be_one_token(stub, serve, monkeypatch):
     """By text all of them read as U+FFFD: what follows the first is not compared, and that is
     said; that answers part there is not."""
-    from tests.domains.logprobs.endpoints import speakers
-
     monkeypatch.setattr(speakers, "_text", lambda n: "\ufffd" if n % 4 == 1 else f"<{n}>")
     stub.speaks, stub.noise = "openai", 0.1
     a = serve("a")

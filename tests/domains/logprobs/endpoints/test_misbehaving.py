@@ -1,7 +1,5 @@
 """A server that fails in all ways that servers do: nothing is lost, and each is named."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket
@@ -13,6 +11,7 @@ from divergence import Run, ServerOptions, capture, compare
 from divergence.domains.logprobs.endpoints import capture as endpoint_capture
 from divergence.domains.logprobs.endpoints.client import Client
 from divergence.errors import DivergenceError, EndpointError, UsageError
+from tests.domains.logprobs.endpoints import speakers
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
 FIRST = 1
@@ -125,8 +124,6 @@ def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):
 
 def test_a_run_is_not_gone_on_with_on_another_server(stub, serve, monkeypatch):
     """Half of it from one version and half from another would be a run of neither."""
-    from tests.domains.logprobs.endpoints import speakers
-
     stub.troubles = dict.fromkeys(range(8, 200), "400")
     with pytest.raises(EndpointError):
         serve("a")
@@ -180,7 +177,6 @@ ENDLESS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_server_that_never_comes_to_its_answer_is_given_up(name):

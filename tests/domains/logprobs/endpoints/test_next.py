@@ -1,7 +1,5 @@
 """The command under `next` can work with the server and the runs that it names."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Servers that speak otherwise than vLLM: what each gives, and that the verdicts are the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from divergence import compare

@@ -1,8 +1,6 @@
 """A real server on loopback: vLLM's CPU build. Run where it is installed, as the engine's tests are
 (tests/domains/vllm/requirements.txt)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

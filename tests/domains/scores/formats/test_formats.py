@@ -1,7 +1,5 @@
 """Each tool's files, real where the tool installs: pairs, repeats, clusters, what is left out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zipfile

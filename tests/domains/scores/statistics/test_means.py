@@ -1,7 +1,5 @@
 """Clustered means, intervals and equivalence, against scipy, statsmodels and worked examples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """McNemar, changes of sign and Holm, against scipy, statsmodels and worked examples."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

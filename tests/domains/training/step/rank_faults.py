@@ -5,8 +5,6 @@ backward stay right. ``BLOCK`` is the block of which a bucket is wrong, on rank 
 one rank's.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

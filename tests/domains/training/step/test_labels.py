@@ -1,7 +1,5 @@
 """Labels of a training step: read from a file, recorded, repeated; and what makes no step."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

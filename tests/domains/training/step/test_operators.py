@@ -1,7 +1,5 @@
 """Operators of a training step: whose they are, and that recording them changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -42,10 +40,7 @@ def operators(run):
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3-moe")),
-    ],
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3-moe"))],
 )
 def test_recording_operators_changes_no_bit(architecture, step):
     """All other tensors of the step stay as they were."""

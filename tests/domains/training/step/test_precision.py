@@ -1,7 +1,5 @@
 """In which dtypes a step is made, and what is said of it."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -38,11 +36,7 @@ def test_what_a_step_does_is_read_from_its_tensors(step):
     """The dtypes of each part are those that were seen, not those that were asked for."""
     plain = step("a", optimizer="adamw").manifest.training.precision
     assert (plain.parameters, plain.gradients, plain.reduction) == ("bfloat16", "bfloat16", None)
-    assert (plain.main_weights, plain.moments, plain.buffers) == (
-        "bfloat16",
-        "bfloat16",
-        "float32",
-    )
+    assert (plain.main_weights, plain.moments, plain.buffers) == ("bfloat16", "bfloat16", "float32")
     assert 0 < plain.num_unmoved < plain.num_stepped
     wide = step(
         "b",

@@ -3,8 +3,6 @@
 The reference is one process. Four prompts; rank 1 of two has the prompts 1 and 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -72,8 +70,7 @@ def one(tmp_path_factory, model) -> Run:
 def two_ranks(tmp_path_factory, one) -> Callable[[str], Run]:
     folder, again = tmp_path_factory.mktemp("ranks"), {"like": one.path, "probe": False}
     return make(
-        folder,
-        {"fsdp": {"mesh": "fsdp", **again}, "zero-1": {"mesh": "dp", "zero": 1, **again}},
+        folder, {"fsdp": {"mesh": "fsdp", **again}, "zero-1": {"mesh": "dp", "zero": 1, **again}}
     )
 
 

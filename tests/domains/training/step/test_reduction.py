@@ -1,7 +1,5 @@
 """Sums of ranks' gradients, in the order and dtype of a collective."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

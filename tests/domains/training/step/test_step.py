@@ -1,7 +1,5 @@
 """capture --train: gradients as torch gives them, and both passes of a step compared."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch
@@ -109,10 +107,7 @@ def test_a_backward_is_recorded_in_its_own_order(step):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
-    [
-        "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[1:]),
-    ],
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[1:])],
 )
 @pytest.mark.parametrize(
     "change",
@@ -161,13 +156,10 @@ def test_checkpointing_changes_no_bit(step):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "site",
-    [
-        "model.layers.1#backward:out",
-        "lm_head#backward:out",
-        "model.norm#backward:out",
-        "model.layers.2.self_attn.q_proj#backward:out.weight",
-        "model.layers.0:out",
-    ],
+    """
+        model.layers.1#backward:out lm_head#backward:out model.norm#backward:out
+        model.layers.2.self_attn.q_proj#backward:out.weight model.layers.0:out
+    """.split(),
 )
 def test_a_planted_fault_is_named(site, step, truth):
     """At its site, by B, with and without a truth."""
@@ -381,8 +373,6 @@ def test_gradients_reduced_as_ranks_would(step, truth):
 @pytest.mark.whole
 def test_one_factor_of_all_gradients_is_told(step, truth, monkeypatch):
     """Gradients that are halved everywhere are told by that factor."""
-    from divergence.domains.training.recording.optimizer import Stepping
-
     a = step("llama")
     reduce = Stepping.reduce
 

@@ -1,7 +1,5 @@
 """What is off in many parameters alike is told of all of them, with where to look."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks do with gradients, seen without ranks: stages of ZeRO, sums. (Steps: test_ranks.)"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

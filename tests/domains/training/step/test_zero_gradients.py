@@ -1,7 +1,5 @@
 """Gradients that are zero on one side, in exact arithmetic, or in the truth."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

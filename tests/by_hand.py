@@ -1,4 +1,5 @@
-"""Manifests and measured numbers by hand: they say little, and what a test is about is changed.
+"""Manifests, policies and measured numbers by hand: they say little, and what a test is about is
+changed.
 
 Each part of a manifest may be given as a whole, or as the fields of it that are other ones.
 """
@@ -6,7 +7,10 @@ Each part of a manifest may be given as a whole, or as the fields of it that are
 import math
 from typing import Any
 
+import msgspec
+
 from divergence.comparison.result import SiteResult
+from divergence.gate.policy import load_policy
 from divergence.run.manifest import (
     Environment,
     Manifest,
@@ -116,3 +120,8 @@ def measured(site: str, ratio: float, *, rows: int = 8, features: int = 64, **ch
         "ratio_max": ratio,
     }
     return SiteResult(**(dict.fromkeys(_ZERO, 0.0) | values | changes))
+
+
+def policy(**tables: Any) -> Any:
+    """The policy of these tables, as a file of TOML holds them."""
+    return msgspec.convert(tables, type(load_policy()))

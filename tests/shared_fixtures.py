@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import divergence
-from divergence.gate.policy import Policy
 from divergence.numerics.summary import summarize
 from divergence.recording.dispatch import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.run.manifest import SampleTokens, Tokens, digest_tensor
 from divergence.run.record import Place, Record
+from tests import by_hand
 
 
 @pytest.fixture(scope="session")
@@ -100,11 +100,11 @@ def checked() -> Callable[..., Any]:
     """``checked(report, policy)``: what `check` answers where that is the report of the two runs.
     ``**tables``: a policy of these."""
 
-    def call(report: divergence.Report, policy: Policy | str | None = None, **tables: Any) -> Any:
+    def call(report: divergence.Report, policy: Any = None, **tables: Any) -> Any:
         module = sys.modules[divergence.compare.__module__]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "compare", lambda *_, **__: report)
-            policy = msgspec.convert(tables, Policy) if tables else policy
+            policy = by_hand.policy(**tables) if tables else policy
             return divergence.check("golden", "new", policy=policy)
 
     return call

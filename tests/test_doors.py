@@ -27,9 +27,10 @@ INSIDE = {
         domains.collectives.orders domains.probe.find domains.scores.joining
         domains.scores.judging domains.scores.rows domains.suite.compare domains.training.plan
         experiments.explain experiments.localization.repetition experiments.sensitivity
-        fleet.many gate.policy""",
+        fleet.many""",
     "what is printed, of answers that no two runs give": """
-        comparison.advice domains.suite.result domains.view.app report.bundle report.text""",
+        comparison.advice domains.suite.result domains.view.app report.bundle
+        report.localization report.text""",
     "arithmetic and plans that are held against an oracle, without a run": """
         cli.demo domains.collectives.capturing domains.collectives.cases domains.probe.additions
         domains.probe.quick domains.quantization.coding domains.quantization.model

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from divergence import RecordOptions, capture, check
 from divergence.cli.main import app
-from divergence.gate.policy import Policy, PreflightPolicy
+from tests import by_hand
 
 PROMPTS = ["Four walls hold a roof, and a roof holds the rain away from what is dry."]
 
@@ -63,7 +63,7 @@ def test_a_policy_may_warn_of_other_code_instead(golden, tmp_path):
         recording=RecordOptions(anchor=False),
         probe=False,
     )
-    policy = Policy(preflight=PreflightPolicy(allow=("*",), code="warn"))
+    policy = by_hand.policy(preflight={"allow": ["*"], "code": "warn"})
     result = check(golden, new, policy=policy)
     assert not [item for item in result.failures if item.rule == "preflight"]
     assert any(note.startswith("WARNING") and "scaling" in note for note in result.notes)

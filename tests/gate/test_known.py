@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from divergence import capture, check
-from divergence.gate.policy import Policy
+from tests import by_hand
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 FAULT = "model.layers.1.mlp:out=scale:1.05"
@@ -29,9 +29,8 @@ def again(golden, shared_run):
     return make
 
 
-def policy(*entries, **rest) -> Policy:
-    rules = {"preflight": {"allow": ["*"]}, "known": list(entries), **rest}
-    return msgspec.convert(rules, Policy)
+def policy(*entries, **rest):
+    return by_hand.policy(preflight={"allow": ["*"]}, known=list(entries), **rest)
 
 
 def test_a_known_difference_passes_and_is_printed(golden, again, printed):

@@ -1,5 +1,6 @@
 """Policies, and what `check` makes of a report under one."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -12,12 +13,9 @@ from divergence.comparison.result import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError
 from divergence.facts import plain
-from divergence.gate.policy import Policy, Tolerance, load_policy
+from divergence.gate.policy import load_policy
 from divergence.numerics.floor import Thresholds
-
-
-def policy(**tables) -> Policy:
-    return msgspec.convert(tables, Policy)
+from tests import by_hand
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def rules(checked):
     """``rules(report, **tables)``: those of a policy of these tables that are not met."""
 
     def names(report: Report, **tables) -> list[str]:
-        return [failure.rule for failure in checked(report, policy(**tables)).failures]
+        return [failure.rule for failure in checked(report, by_hand.policy(**tables)).failures]
 
     return names
 
@@ -165,7 +163,7 @@ def test_wrong_known_differences_are_refused(tmp_path, text, told):
 def test_a_policy_made_in_python_is_checked_too():
     """What no file holds is held against the same bounds, also in compare()."""
     with pytest.raises(ConfigError, match="typical"):
-        load_policy(Policy(thresholds=Thresholds(typical=float("nan"))))
+        load_policy(by_hand.policy(thresholds={"typical": math.nan}))
     with pytest.raises(ConfigError, match="typical"):
         divergence.compare("a", "b", thresholds=Thresholds(typical=0.0))
 
@@ -321,8 +319,8 @@ def test_a_tolerance_that_means_no_site_fails(reports, rules):
 
 def test_a_preflight_name_that_is_none_is_noted(reports, checked):
     """A misspelt check refuses nothing, and the answer says that there is none of that name."""
-    policy_ = policy(preflight={"allow": ["*"], "refuse": ["machin"]})
-    (note,) = checked(reports.make_report(), policy_).notes
+    policy = by_hand.policy(preflight={"allow": ["*"], "refuse": ["machin"]})
+    (note,) = checked(reports.make_report(), policy).notes
     assert "machin" in note and "did you mean machine" in note
 
 
@@ -346,7 +344,7 @@ def test_coverage_is_the_least_of_all_passes(reports, rules, checked):
         num_compared=90, num_only_reference=0, num_only_candidate=0, num_skipped=0, passes=passes
     )
     report = reports.make_report(coverage=coverage, preflight=[])
-    found = checked(report, policy()).failures
+    found = checked(report, by_hand.policy()).failures
     assert [failure.found for failure in found] == ["0.25", "0.5"]
     assert "3 were not (none recorded)" in found[0].text
     assert rules(report, min_coverage=0.5) == ["min_coverage"]
@@ -372,10 +370,12 @@ def test_a_ratio_needs_a_floor(reports, rules):
     assert rules(report, **ok(tolerance=[{"ratio": 10.0}])) == ["tolerance.ratio"]
 
 
-def test_tolerance_dtype_must_be_that_of_both_sides(reports):
+def test_tolerance_dtype_must_be_that_of_both_sides(reports, rules):
     """A float32 candidate of a bfloat16 golden is no bfloat16 pair."""
-    site = reports.make_site("a:out", candidate_dtype="float32")
-    assert not Tolerance(dtype="bfloat16", rel_l2=1.0).matches(site)
+    report = reports.make_report(sites=[reports.make_site("a:out", candidate_dtype="float32")])
+    limit = {"rel_l2": 0.0}
+    assert rules(report, **ok(tolerance=[limit | {"dtype": "bfloat16"}])) == []
+    assert rules(report, **ok(tolerance=[limit])) == ["tolerance.rel_l2"]
 
 
 # --- check -------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import pytest
 import divergence
 from divergence import capture, check, compare
 from divergence.comparison.result import Visible
-from divergence.gate.policy import Policy
 from divergence.options.commands import RecordOptions
 from divergence.report.bundle import Redaction, bundle_files
 from divergence.run.command import command
 from divergence.words import HEADLINES
+from tests import by_hand
 
 pytestmark = pytest.mark.whole
 MLP = "model.layers.1.mlp:out"
@@ -182,7 +182,9 @@ def ci_texts(printed, tmp_path, monkeypatch):
 
     def texts(reference, candidate, report) -> dict[str, str]:
         others = sorted({"identical", "within_floor", "drift"} - {report.verdict.kind})
-        result = check(reference, candidate, policy=Policy(verdicts=others, min_coverage=0.0))
+        result = check(
+            reference, candidate, policy=by_hand.policy(verdicts=others, min_coverage=0.0)
+        )
         junit, summary = tmp_path / "junit.xml", tmp_path / "summary.md"
         monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
         out = printed(result, "--github", "--junit", junit)

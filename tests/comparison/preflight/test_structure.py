@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from divergence import capture, check, compare
 from divergence.comparison.preflight import match_parameters
 from divergence.errors import IncomparableError
-from divergence.gate.policy import Policy, PreflightPolicy
+from tests import by_hand
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 
@@ -103,9 +103,7 @@ def moved(parent, old, new):
     parent.__class__ = type(kind.__name__, (kind,), {old: child_of})
 
 
-ANY_CODE = Policy(
-    verdicts=("identical", "within_floor"), preflight=PreflightPolicy(allow=("*",), code="allow")
-)
+ANY_CODE = by_hand.policy(preflight={"allow": ["*"], "code": "allow"})
 """A module under another name has other code around it."""
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from divergence import check, import_dump
-from divergence.gate.policy import PartLimits, Policy
+from tests import by_hand
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def test_the_default_policy_passes_a_healthy_pair(runs):
 
 def test_numbers_have_limits_by_their_names(runs):
     """Above, below, and a name that no comparison has."""
-    rules = PartLimits(
-        max={"mean_abs": 0.1, "rollout_probs_diff_mean": 0.005, "k33": 1.0},
-        min={"effective_sample_size": 0.3},
-    )
-    result = check(*runs, policy=Policy(parts={"logprobs": rules}))
+    rules = {
+        "max": {"mean_abs": 0.1, "rollout_probs_diff_mean": 0.005, "k33": 1.0},
+        "min": {"effective_sample_size": 0.3},
+    }
+    result = check(*runs, policy=by_hand.policy(parts={"logprobs": rules}))
     assert [one.rule for one in result.failures] == [
         "logprobs.max.rollout_probs_diff_mean",
         "logprobs.max.k33",

@@ -10,6 +10,7 @@ import torch
 from divergence import BatchOptions, RecordOptions, Run, capture, localize
 from divergence import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
+from divergence.report.localization import localization_lines
 
 BLOCK = "model.layers.1"
 
@@ -206,6 +207,7 @@ def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
 def test_the_page_and_the_json_say_the_same(planted, lines_of):
     """The operator first; the answer alone is its first lines; JSON holds the same facts."""
     lines = lines_of(planted)
+    assert [line.text for line in localization_lines(planted)] == lines
     assert lines[0].startswith("LOCALIZED: the error comes into")
     assert len(lines) < 60
     assert lines_of(planted, "-q") == lines[:4]

@@ -1,5 +1,6 @@
 """The journey of the README by command: capture here, repeat there, compare anywhere."""
 
+import functools
 import json
 import os
 import shutil
@@ -71,13 +72,11 @@ def journey(tmp_path_factory, tiny_model) -> Path:
 @pytest.fixture(scope="module")
 def compared(journey):
     """``compared("b")`` → (exit code, report) of a against b, as scripts get them."""
-    found = {}
 
+    @functools.cache
     def call(candidate: str) -> tuple[int, dict]:
-        if candidate not in found:
-            done = divergence("compare", "a", candidate, "--json", "--exit-code", cwd=journey)
-            found[candidate] = done.returncode, json.loads(done.stdout)
-        return found[candidate]
+        done = divergence("compare", "a", candidate, "--json", "--exit-code", cwd=journey)
+        return done.returncode, json.loads(done.stdout)
 
     return call
 

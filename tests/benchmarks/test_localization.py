@@ -1,5 +1,6 @@
 """The localization benchmark in small: every fault it plants here is found, block and side."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -41,15 +42,11 @@ class Here:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """``bench(architecture, dtype)``"""
-    made = {}
 
+    @functools.cache
     def make(architecture, dtype):
-        if (architecture, dtype) not in made:
-            root = tmp_path_factory.mktemp("bench")
-            made[architecture, dtype] = localization.Bench(
-                root, architecture, dtype, Here(), Here()
-            )
-        return made[architecture, dtype]
+        root = tmp_path_factory.mktemp("bench")
+        return localization.Bench(root, architecture, dtype, Here(), Here())
 
     return make
 

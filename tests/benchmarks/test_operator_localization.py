@@ -1,5 +1,6 @@
 """The operator benchmark in small: what it plants is found, operator and side, and nothing else."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -31,21 +32,18 @@ class Here:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     """``bench(architecture, dtype, ties)``: eager on A, sdpa on B."""
-    made = {}
 
+    @functools.cache
     def make(architecture, dtype, ties=False):
-        key = (architecture, dtype, ties)
-        if key not in made:
-            made[key] = operator_localization.Bench(
-                tmp_path_factory.mktemp("bench"),
-                architecture,
-                dtype,
-                ("here", "eager", "there", "sdpa"),
-                1,
-                ties=ties,
-                machines={"here": Here(), "there": Here()},
-            )
-        return made[key]
+        return operator_localization.Bench(
+            tmp_path_factory.mktemp("bench"),
+            architecture,
+            dtype,
+            ("here", "eager", "there", "sdpa"),
+            1,
+            ties=ties,
+            machines={"here": Here(), "there": Here()},
+        )
 
     return make
 

@@ -5,6 +5,8 @@ another kernel. The faults are far from subtle in each format; benchmarks tell h
 be.
 """
 
+import functools
+
 import pytest
 from transformers import cache_utils
 from transformers.models.llama import modeling_llama
@@ -23,20 +25,17 @@ INNER |= {"mamba": "mixer.out_proj"}
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, tiny_model):
     """``reference(architecture, dtype)`` → (its run, its blocks)."""
-    runs = {}
 
+    @functools.cache
     def make(architecture, dtype="float32"):
-        if (architecture, dtype) not in runs:
-            run = capture(
-                str(tiny_model(architecture, dtype=dtype)),
-                out=tmp_path_factory.mktemp("reference") / "run",
-                prompts=[PROMPT],
-                max_new_tokens=3,
-                loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
-            )
-            notes = run.manifest.plan.modules
-            runs[architecture, dtype] = run, [p for p, n in notes.items() if n.role == "block"]
-        return runs[architecture, dtype]
+        run = capture(
+            str(tiny_model(architecture, dtype=dtype)),
+            out=tmp_path_factory.mktemp("reference") / "run",
+            prompts=[PROMPT],
+            max_new_tokens=3,
+            loading=LoadOptions(trust_remote_code=architecture == "remote-code"),
+        )
+        return run, [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
 
     return make
 
@@ -63,13 +62,7 @@ def places(blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["scale:1.2", "noise:0.02"])
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("t5", "mamba2", "gemma3") else [])
-        for name in tiny.ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_fault_is_found_in_its_block(architecture, fault, reference, tmp_path):
     """A block whose output is wrong is named, among blocks that round otherwise."""
     run, blocks = reference(architecture)

@@ -1,5 +1,6 @@
 """explain_token(): one block's error alone, put into the healthy side's model."""
 
+import functools
 import json
 import shutil
 import uuid
@@ -23,28 +24,22 @@ FAULT = "model.layers.1.mlp.down_proj:out=scale:1.6"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, llama):
     """``run("bfloat16", FAULT, ...)`` → (the model's run, the same with faults); made once each."""
-    folder = tmp_path_factory.mktemp("explain")
-    made = {}
 
+    @functools.cache
+    def usual(dtype, batch):
+        return capture(
+            str(llama),
+            out=tmp_path_factory.mktemp("explain") / "a",
+            prompts=PROMPTS,
+            max_new_tokens=6,
+            dtype=dtype,
+            batching=BatchOptions(batch=batch),
+        )
+
+    @functools.cache
     def make(dtype, *plants, batch=False):
-        first = (dtype, batch)
-        if first not in made:
-            made[first] = capture(
-                str(llama),
-                out=folder / f"a-{dtype}-{batch}",
-                prompts=PROMPTS,
-                max_new_tokens=6,
-                dtype=dtype,
-                batching=BatchOptions(batch=batch),
-            )
-        if (*first, plants) not in made:
-            made[*first, plants] = capture(
-                like=made[first],
-                out=folder / str(len(made)),
-                plants=plants,
-                attn_implementation="sdpa",
-            )
-        return made[first], made[*first, plants]
+        a, out = usual(dtype, batch), tmp_path_factory.mktemp("explain") / "b"
+        return a, capture(like=a, out=out, plants=plants, attn_implementation="sdpa")
 
     return make
 

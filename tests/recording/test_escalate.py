@@ -1,5 +1,6 @@
 """The escalated pass: coarse arithmetic vanishes in it, a wrong formula explodes."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -23,13 +24,11 @@ def run(captured) -> Run:
 @pytest.fixture(scope="module")
 def escalated(run, tmp_path_factory) -> Callable[..., Run]:
     """``escalated(prepare)`` → the run repeated with a patched model; the same patch, the same."""
-    runs: dict[Callable | None, Run] = {}
 
+    @functools.cache
     def make(prepare: Callable[[nn.Module], None] | None = None) -> Run:
-        if prepare not in runs:
-            out = tmp_path_factory.mktemp("escalated-") / "run"
-            runs[prepare] = capture(like=run, out=out, recording=ESCALATE, prepare=prepare)
-        return runs[prepare]
+        out = tmp_path_factory.mktemp("escalated-") / "run"
+        return capture(like=run, out=out, recording=ESCALATE, prepare=prepare)
 
     return make
 

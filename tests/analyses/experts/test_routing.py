@@ -2,7 +2,7 @@
 rounding explains."""
 
 import functools
-import json
+import itertools
 from functools import partial
 
 import pytest
@@ -22,33 +22,24 @@ EXPERT = 5
 CHOICE = ".experts:in.top_k_index"
 
 
+def token_ids(number, length):
+    return [(7 * i * i + 3 * i + number * 11) % 500 + 6 for i in range(length)]
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """``recorded("mixtral", 8, "bfloat16")`` → (a run of four blocks with 8 experts each, its
     truth), two prompts of 40 and 60 tokens, each token sent to two experts."""
-    made = {}
 
+    @functools.cache
     def make(architecture, num_experts, dtype):
-        key = architecture, num_experts, dtype
-        if key not in made:
-            folder = tmp_path_factory.mktemp("moe")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(weights, "NUM_EXPERTS", num_experts)
-                model = tiny.build(architecture, folder / "model", dtype=dtype, num_blocks=4)
-            rows = [
-                [(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(length)]
-                for n, length in enumerate((40, 60))
-            ]
-            prompts = folder / "p.jsonl"
-            prompts.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
-            a = capture(
-                str(model),
-                out=folder / "a",
-                batching=BatchOptions(prompts_file=prompts),
-                max_new_tokens=3,
-            )
-            made[key] = a, make_truth(a, out=folder / "truth")
-        return made[key]
+        folder = tmp_path_factory.mktemp("moe")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights, "NUM_EXPERTS", num_experts)
+            model = tiny.build(architecture, folder / "model", dtype=dtype, num_blocks=4)
+        prompts = [token_ids(n, length) for n, length in enumerate((40, 60))]
+        a = capture(str(model), out=folder / "a", prompts=prompts, max_new_tokens=3)
+        return a, make_truth(a, out=folder / "truth")
 
     return make
 
@@ -99,11 +90,10 @@ def deepseek(folder, dtype="float32", **options):
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.2)
     model.save_pretrained(folder / "model")
-    prompts = [[(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(24)] for n in range(2)]
     return capture(
         str(folder / "model"),
         out=folder / "a",
-        prompts=prompts,
+        prompts=[token_ids(n, 24) for n in range(2)],
         max_new_tokens=2,
         dtype=dtype,
         probe=False,
@@ -114,14 +104,12 @@ def deepseek(folder, dtype="float32", **options):
 @pytest.fixture(scope="module")
 def deepseek_in(tmp_path_factory):
     """``deepseek_in(dtype)``: such a run, which carries no truth, and its truth."""
-    made = {}
 
+    @functools.cache
     def make(dtype):
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp("deepseek")
-            a = deepseek(folder, dtype, truth="no")
-            made[dtype] = a, make_truth(a, out=folder / "truth")
-        return made[dtype]
+        folder = tmp_path_factory.mktemp("deepseek")
+        a = deepseek(folder, dtype, truth="no")
+        return a, make_truth(a, out=folder / "truth")
 
     return make
 
@@ -177,16 +165,16 @@ def in_int8(weight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_experts", [pytest.param(8, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("num_experts", [8, 32])
 @pytest.mark.parametrize("change", [scaled, zeroed, in_int8])
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
         ("qwen3-moe", "bfloat16"),
         ("mixtral", "float32"),
-        pytest.param("qwen3-moe", "float32", marks=pytest.mark.slow),
-        pytest.param("mixtral", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("mixtral", "float16", marks=pytest.mark.slow),
+        ("qwen3-moe", "float32"),
+        ("mixtral", "bfloat16"),
+        ("mixtral", "float16"),
     ],
 )
 def test_one_expert_of_many_is_found_and_named(
@@ -213,19 +201,7 @@ def test_one_expert_of_many_is_found_and_named(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
-    [
-        ("qwen3-moe", "bfloat16"),
-        ("mixtral", "float16"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                ("qwen3-moe", "float16"),
-                ("qwen3-moe", "float32"),
-                ("mixtral", "bfloat16"),
-                ("mixtral", "float32"),
-            )
-        ),
-    ],
+    [*itertools.product(("qwen3-moe", "mixtral"), ("bfloat16", "float16", "float32"))],
 )
 def test_tokens_that_rounding_sends_elsewhere_are_left_out_and_counted(
     architecture, dtype, recorded, answer

@@ -1,5 +1,6 @@
 """A float64 truth tells which side is wrong, what is legitimate, and what 16 bits hide."""
 
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -43,14 +44,11 @@ class Case:
 @pytest.fixture(scope="module")
 def case(tmp_path_factory, tiny_model):
     """``case(dtype, sites)``"""
-    made = {}
 
+    @functools.cache
     def make(dtype="bfloat16", sites=("blocks",)):
-        if (dtype, sites) not in made:
-            model = tiny_model("llama", dtype=dtype)
-            root = tmp_path_factory.mktemp("truth")
-            made[dtype, sites] = Case(root, model, sites=list(sites))
-        return made[dtype, sites]
+        model = tiny_model("llama", dtype=dtype)
+        return Case(tmp_path_factory.mktemp("truth"), model, sites=list(sites))
 
     return make
 

@@ -1,6 +1,7 @@
 """Collectives on gloo ranks of this machine: right ones are called right, and each planted fault is
 found with the collective and the rank that has it."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -24,21 +25,18 @@ SCATTER = ["reduce_scatter.float32.even.*", "order.reduce_scatter.float32.even"]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """``made(ranks, *plants, sites=...)``: the run of so many ranks, each made once."""
-    folder, runs = tmp_path_factory.mktemp("collectives"), {}
 
+    @functools.cache
     def make(ranks: int, *plants: str, sites=tuple(SUMS), **options) -> Run:
-        key = (ranks, plants, tuple(sites), str(options))
-        if key not in runs:
-            runs[key] = capture(
-                "suite:collectives",
-                out=folder / str(len(runs)),
-                cases=CaseOptions(ranks=ranks),
-                sites=list(sites),
-                plants=plants,
-                probe=False,
-                **options,
-            )
-        return runs[key]
+        return capture(
+            "suite:collectives",
+            out=tmp_path_factory.mktemp("collectives") / "run",
+            cases=CaseOptions(ranks=ranks),
+            sites=list(sites),
+            plants=plants,
+            probe=False,
+            **options,
+        )
 
     return make
 

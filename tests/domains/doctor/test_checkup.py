@@ -1,5 +1,7 @@
 """What each point and each rung says of real runs, and that it is never more than compare says."""
 
+import functools
+
 import msgspec
 import pytest
 
@@ -61,14 +63,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def checkups(pairs):
     """``checkups(name)`` → the checkup of that pair, made once."""
-    made: dict[str, Checkup] = {}
-
-    def make(name: str) -> Checkup:
-        if name not in made:
-            made[name] = divergence.doctor(*pairs(name))
-        return made[name]
-
-    return make
+    return functools.cache(lambda name: divergence.doctor(*pairs(name)))
 
 
 def test_every_pair_is_expected(every):

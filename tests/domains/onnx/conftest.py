@@ -1,5 +1,6 @@
 """Graphs as torch's exporter writes them, and transformers' runs of the same models."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,11 @@ QUICK: dict[str, Any] = {"probe": False}
 @pytest.fixture(scope="session")
 def graph_of(tmp_path_factory, tiny_model) -> Callable[[str], Path]:
     """``graph_of("llama")`` → an ONNX file with config and tokenizer beside it."""
-    built: dict[str, Path] = {}
 
+    @functools.cache
     def build(name: str) -> Path:
-        if name not in built:
-            checkpoint = tiny_model(**onnx_graphs.MODELS[name])
-            built[name] = onnx_graphs.build(
-                name, checkpoint, tmp_path_factory.mktemp(f"onnx-{name}-")
-            )
-        return built[name]
+        checkpoint = tiny_model(**onnx_graphs.MODELS[name])
+        return onnx_graphs.build(name, checkpoint, tmp_path_factory.mktemp(f"onnx-{name}-"))
 
     return build
 

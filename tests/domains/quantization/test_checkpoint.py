@@ -1,5 +1,6 @@
 """A quantised checkpoint is captured, repeated and described like any other model."""
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -29,15 +30,11 @@ LINES = {
 @pytest.fixture(scope="module")
 def checkpoint(tiny_model, tmp_path_factory):
     """``checkpoint("w8a8", "llama")`` → a quantised folder; the same arguments, the same one."""
-    made = {}
 
+    @functools.cache
     def make(scheme, architecture="llama", dtype="bfloat16", **how):
-        key = scheme, architecture, dtype, *sorted(how.items())
-        if key not in made:
-            folder = tmp_path_factory.mktemp(f"{scheme}-")
-            source = tiny_model(architecture, dtype=dtype)
-            made[key] = quantized.build(source, folder, scheme, **how)
-        return made[key]
+        folder = tmp_path_factory.mktemp(f"{scheme}-")
+        return quantized.build(tiny_model(architecture, dtype=dtype), folder, scheme, **how)
 
     return make
 

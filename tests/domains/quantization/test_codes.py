@@ -1,6 +1,7 @@
 """Quantisers of a quantised model: healthy ones pass, a wrong one is named with its side."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -23,13 +24,11 @@ def runs(tiny_model, tmp_path_factory):
     a = capture(
         folder / "model", out=folder / "a", prompts=PROMPTS[:2], max_new_tokens=2, probe=False
     )
-    made: dict[str, Run] = {}
 
+    @functools.cache
     def faulty(name: str) -> Run:
-        if name not in made:
-            with on_loading(name, PATH):
-                made[name] = capture(like=a, out=folder / f"b{len(made)}", probe=False)
-        return made[name]
+        with on_loading(name, PATH):
+            return capture(like=a, out=tmp_path_factory.mktemp("faulty") / "b", probe=False)
 
     return a, truth(a, out=folder / "truth"), faulty
 

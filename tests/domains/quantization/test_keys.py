@@ -1,5 +1,7 @@
 """Keys and values that a cache holds as codes: judged as codes, and put in place as codes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -16,16 +18,14 @@ PATH = "model.layers.1.self_attn"
 def runs(tiny_model, tmp_path_factory):
     """``runs(dtype)`` → a run with float8 keys and values, and its truth."""
     pytest.importorskip("compressed_tensors")
-    made = {}
 
+    @functools.cache
     def make(dtype):
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp(dtype)
-            source = tiny_model("llama", dtype=dtype)
-            model = quantized.build(source, folder / "model", "w8a8", keys=True)
-            a = capture(model, out=folder / "a", prompts=PROMPTS, max_new_tokens=8, probe=False)
-            made[dtype] = a, truth(a, out=folder / "truth")
-        return made[dtype]
+        folder = tmp_path_factory.mktemp(dtype)
+        source = tiny_model("llama", dtype=dtype)
+        model = quantized.build(source, folder / "model", "w8a8", keys=True)
+        a = capture(model, out=folder / "a", prompts=PROMPTS, max_new_tokens=8, probe=False)
+        return a, truth(a, out=folder / "truth")
 
     return make
 

@@ -3,6 +3,7 @@
 Run by ``make test-vllm``, in an environment that has vLLM; left out elsewhere.
 """
 
+import functools
 import importlib.util
 import os
 
@@ -34,23 +35,21 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(architecture, dtype) → model, transformers' run of it and the truth; made once each."""
-    folder, done = tmp_path_factory.mktemp("runs"), {}
 
+    @functools.cache
     def make(architecture, dtype, *, batch=False):
-        key = f"{architecture}-{dtype}-{batch}"
-        if key not in done:
-            model = build(architecture, folder / key / "model", dtype=dtype, hidden=128)
-            a = capture(
-                model,
-                out=folder / key / "a",
-                prompts=PROMPTS + MORE * batch,
-                batching=BatchOptions(batch=batch),
-                max_new_tokens=4,
-                sites="modules",
-                probe=False,
-            )
-            done[key] = model, a, truth(a, out=folder / key / "t")
-        return done[key]
+        folder = tmp_path_factory.mktemp("runs")
+        model = build(architecture, folder / "model", dtype=dtype, hidden=128)
+        a = capture(
+            model,
+            out=folder / "a",
+            prompts=PROMPTS + MORE * batch,
+            batching=BatchOptions(batch=batch),
+            max_new_tokens=4,
+            sites="modules",
+            probe=False,
+        )
+        return model, a, truth(a, out=folder / "t")
 
     return make
 

@@ -1,5 +1,6 @@
 """sensitivity(): the size that is found is the size from which a real fault is found."""
 
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -30,21 +31,19 @@ GRID = 1.1
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_model):
     """``runs(dtype)`` → (a run, a healthy candidate on other kernels, the truth)."""
-    made = {}
 
+    @functools.cache
     def make(dtype):
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp(dtype)
-            model = str(tiny_model("llama", dtype=dtype, num_blocks=4))
-            a = capture(model, out=folder / "a", prompts=[PROMPT], max_new_tokens=2)
-            b = capture(
-                like=a,
-                out=folder / "b",
-                attn_implementation="sdpa",
-                recording=RecordOptions(escalate=dtype != "float32"),
-            )
-            made[dtype] = a, b, make_truth(a, out=folder / "truth")
-        return made[dtype]
+        folder = tmp_path_factory.mktemp(dtype)
+        model = str(tiny_model("llama", dtype=dtype, num_blocks=4))
+        a = capture(model, out=folder / "a", prompts=[PROMPT], max_new_tokens=2)
+        b = capture(
+            like=a,
+            out=folder / "b",
+            attn_implementation="sdpa",
+            recording=RecordOptions(escalate=dtype != "float32"),
+        )
+        return a, b, make_truth(a, out=folder / "truth")
 
     return make
 
@@ -52,19 +51,17 @@ def runs(tmp_path_factory, tiny_model):
 @pytest.fixture(scope="module")
 def found(runs):
     """``found(dtype, truth)`` → the sensitivity to two faults in two blocks."""
-    made = {}
 
+    @functools.cache
     def ask(dtype, with_truth=False):
-        if (dtype, with_truth) not in made:
-            a, b, truth = runs(dtype)
-            made[dtype, with_truth] = sensitivity(
-                a,
-                candidate=b,
-                truth=truth if with_truth else None,
-                blocks=["first", "middle"],
-                faults=["scale", "noise"],
-            )
-        return made[dtype, with_truth]
+        a, b, truth = runs(dtype)
+        return sensitivity(
+            a,
+            candidate=b,
+            truth=truth if with_truth else None,
+            blocks=["first", "middle"],
+            faults=["scale", "noise"],
+        )
 
     return ask
 

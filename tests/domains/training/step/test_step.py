@@ -33,16 +33,9 @@ def step(shared_run):
     return make
 
 
-@pytest.fixture(scope="module")
-def truth(step, tmp_path_factory):
-    runs = {}
-
-    def make(run):
-        if run.path not in runs:
-            runs[run.path] = divergence.truth(run, out=tmp_path_factory.mktemp("truth") / "t")
-        return runs[run.path]
-
-    return make
+@pytest.fixture
+def truth(shared_truth):
+    return shared_truth
 
 
 def gradients(folder, dtype=torch.float32):

@@ -5,12 +5,16 @@ Each part of a manifest may be given as a whole, or as the fields of it that are
 """
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from divergence import Run
 from divergence.comparison.result import SiteResult
 from divergence.gate.policy import load_policy
+from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import (
     Environment,
     Manifest,
@@ -18,8 +22,10 @@ from divergence.run.manifest import (
     Plan,
     SampleTokens,
     Settings,
+    Sizes,
     Tokens,
 )
+from divergence.run.writer import RunWriter
 
 _PARTS: dict[str, tuple[type, dict[str, Any]]] = {
     "model": (
@@ -80,6 +86,7 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest(**values | parts)
 
 
+_PLACE = ("pass_", "sample", "step", "site", "order")
 _ZERO = (
     "rel_l2",
     "one_minus_cosine",
@@ -125,3 +132,24 @@ def measured(site: str, ratio: float, *, rows: int = 8, features: int = 64, **ch
 def policy(**tables: Any) -> Any:
     """The policy of these tables, as a file of TOML holds them."""
     return msgspec.convert(tables, type(load_policy()))
+
+
+def put(writer: RunWriter, tensor: Any, site: str = "a:out", **changes: Any) -> None:
+    """Hand a tensor to the writer, of the first forward of the first prompt."""
+    place = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
+    writer.put(CapturedTensor(tensor), **place)
+
+
+def rewritten(run: Run, path: Path, change: Callable[..., Any], **manifest: Any) -> Run:
+    """The run written again, its manifest changed: of each record what ``change(record, tensor)``
+    makes of its tensor, or of (tensor, call); without those of which it makes None."""
+    written = Run.open(run.path).manifest
+    for name, value in {"complete": False, "sizes": Sizes(), **manifest}.items():
+        setattr(written, name, value)
+    with RunWriter(path, written) as writer:
+        for record in run.records:
+            if (made := change(record, run.read(record))) is not None:
+                tensor, call = made if isinstance(made, tuple) else (made, record.call)
+                place = {name: getattr(record, name) for name in _PLACE}
+                put(writer, tensor, call=call, **place)
+    return Run.open(path)

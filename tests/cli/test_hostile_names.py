@@ -11,12 +11,12 @@ import divergence
 from divergence import Run
 from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.errors import RunFormatError
-from divergence.run.captured import CapturedTensor
 from divergence.run.command import quoted
 from divergence.run.manifest import Mesh, MeshAxis, ModuleNote
 from divergence.run.site import escape_path
 from divergence.run.writer import RunWriter
 from tests import by_hand
+from tests.by_hand import put
 
 NAMES = [
     "x; touch pwned",
@@ -66,14 +66,7 @@ def made(
     )
     with RunWriter(path, manifest) as writer:
         for order, port in enumerate(("in", "out")):
-            writer.put(
-                CapturedTensor(torch.full((1, 1, 4), 1.0 + offset)),
-                pass_="free",
-                sample=0,
-                step=0,
-                site=f"{block}:{port}",
-                order=order,
-            )
+            put(writer, torch.full((1, 1, 4), 1.0 + offset), site=f"{block}:{port}", order=order)
     return Run.open(path)
 
 

@@ -11,12 +11,12 @@ from divergence import Run, compare, compare_many
 from divergence.errors import IncomparableError
 from divergence.fleet.many import fingerprints
 from divergence.numerics.sketches import fold_tensor
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.ranks import unsharded
 from divergence.run.writer import RunWriter, reducer_for
 from divergence.words import letter
 from tests import by_hand
+from tests.by_hand import put
 from tests.digests import without_digests
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
@@ -55,11 +55,10 @@ def run_of(tmp_path):
             for writer, tensor in zip(writers, tensors, strict=True):
                 if tensor is not None:
                     words = word if isinstance(word, tuple) else word and (word,)
-                    writer.put(
-                        CapturedTensor(tensor.contiguous()),
-                        pass_="free",
+                    put(
+                        writer,
+                        tensor.contiguous(),
                         sample=sample,
-                        step=0,
                         site=site,
                         order=order,
                         placement=words,

@@ -6,14 +6,13 @@ import msgspec
 import pytest
 import torch
 
-from divergence import Run, replay, repro
+from divergence import replay, repro
 from divergence.errors import UsageError
 from divergence.ops import bounds
 from divergence.ops.allowed import Refusal, Unsafe, check_operator
 from divergence.ops.replay import execute_ports
-from divergence.run.captured import CapturedTensor
 from divergence.run.record import Call, Operand
-from divergence.run.writer import RunWriter
+from tests import by_hand
 
 X = torch.arange(12.0).reshape(3, 4)
 I = torch.tensor([0, 2])  # noqa: E741
@@ -355,26 +354,16 @@ def test_schemas_of_packages_are_held_to_the_same():
 @pytest.mark.slow
 def test_all_of_this_holds_in_replay_and_repro(record, tmp_path):
     """A recorded run whose operator was exchanged: nothing is run, nothing is written."""
+
+    def other(record, tensor):
+        return tensor, record.call and msgspec.structs.replace(
+            record.call,
+            operator="aten._reshape_alias_copy.default",
+            arguments={"self": {"tensor": 0}, "size": [4096], "stride": [1]},
+        )
+
     source = record(lambda: torch.relu(X))
-    manifest = Run.open(source.path).manifest
-    manifest.complete, manifest.sizes = False, type(manifest.sizes)()
-    with RunWriter(tmp_path / "bad", manifest) as writer:
-        for one in source.records:
-            call = one.call and msgspec.structs.replace(
-                one.call,
-                operator="aten._reshape_alias_copy.default",
-                arguments={"self": {"tensor": 0}, "size": [4096], "stride": [1]},
-            )
-            writer.put(
-                CapturedTensor(source.read(one)),
-                pass_=one.pass_,
-                sample=one.sample,
-                step=one.step,
-                site=one.site,
-                order=one.order,
-                call=call,
-            )
-    bad = Run.open(tmp_path / "bad")
+    bad = by_hand.rewritten(source, tmp_path / "bad", other)
     site = next(one.site for one in bad.records if one.call)
     with pytest.raises(UsageError, match="none of the 1 operators") as caught:
         replay(bad, out=tmp_path / "again", device="cpu")

@@ -5,17 +5,15 @@ import torch
 
 from divergence import Run
 from divergence.errors import RunFormatError
-from divergence.run.captured import CapturedTensor
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut", "garbage"])
 def test_a_shard_that_is_damaged_meanwhile_is_an_error(tmp_path, manifest, damage):
     """Never a crash, nor other numbers."""
     with RunWriter(tmp_path / "run", manifest()) as writer:
-        writer.put(
-            CapturedTensor(torch.randn(1000)), pass_="free", sample=0, step=0, site="m:out", order=0
-        )
+        put(writer, torch.randn(1000), site="m:out")
     run = Run.open(tmp_path / "run")
     (shard,) = (tmp_path / "run/tensors").iterdir()
     if damage == "removed":

@@ -9,10 +9,10 @@ import torch
 from divergence import Run
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.sketches import sketch_tensor
-from divergence.run.captured import CapturedTensor
 from divergence.run.contents import sizes_of
 from divergence.run.record import RECORDS
 from divergence.run.writer import Reducer, RunWriter
+from tests.by_hand import put
 from tests.digests import without_digests
 
 
@@ -22,14 +22,7 @@ def sketched(tmp_path, manifest):
     tensors = [torch.randn(1, 6, 256), torch.randn(1, 6, 512).bfloat16()]
     with RunWriter(tmp_path / "run", manifest(), reducer=Reducer("sketch")) as writer:
         for number, tensor in enumerate(tensors):
-            writer.put(
-                CapturedTensor(tensor.clone()),
-                pass_="free",
-                sample=0,
-                step=0,
-                site=f"model.layers.{number}:out",
-                order=number,
-            )
+            put(writer, tensor.clone(), site=f"model.layers.{number}:out", order=number)
     return tmp_path / "run", tensors
 
 
@@ -92,14 +85,7 @@ def test_only_the_named_run_lends(sketched, tmp_path, manifest):
     """Bytes come from the run that the plan names, by digest, dtype and shape."""
     path, tensors = sketched
     with RunWriter(tmp_path / "full", manifest()) as writer:
-        writer.put(
-            CapturedTensor(tensors[0].clone()),
-            pass_="free",
-            sample=0,
-            step=0,
-            site="elsewhere:out",
-            order=0,
-        )
+        put(writer, tensors[0].clone(), site="elsewhere:out")
     full, run = Run.open(tmp_path / "full"), Run.open(path)
     run.set_fallback(full)
     assert not run.has_bytes(run.records[0])
@@ -117,9 +103,7 @@ def test_sizes_by_the_records_are_those_that_the_writer_counted(tmp_path, manife
     with RunWriter(tmp_path / "run", manifest(), reducer=reducer) as writer:
         for step in range(6):
             tensor = torch.full((8, 256), float(step // 2))
-            writer.put(
-                CapturedTensor(tensor), pass_="free", sample=0, step=step, site="m:out", order=step
-            )
+            put(writer, tensor, step=step, site="m:out", order=step)
             if step == 3:
                 writer.flush()  # so that there are two shards
     run = Run.open(tmp_path / "run")

@@ -11,10 +11,10 @@ import torch
 from divergence import Run, pack, unpack
 from divergence.cli.main import app
 from divergence.errors import RunFormatError
-from divergence.run.captured import CapturedTensor
 from divergence.run.reader import without_passes
 from divergence.run.target import write_directory
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 from tests.digests import without_digests
 from tests.run.test_lines import write_many
 
@@ -83,14 +83,7 @@ def test_a_run_that_ended_early_is_closed_too(tmp_path, manifest):
     """Then no line of it may be a part; of a run that was killed the last one may."""
     with pytest.raises(ValueError), RunWriter(tmp_path / "a", manifest()) as writer:
         for step in range(3):
-            writer.put(
-                CapturedTensor(torch.ones(3)),
-                pass_="free",
-                sample=0,
-                step=step,
-                site="a:out",
-                order=0,
-            )
+            put(writer, torch.ones(3), step=step)
         raise ValueError("stop")
     lines = tmp_path / "a" / "records.jsonl"
     assert len(Run.open(tmp_path / "a").records) == 3

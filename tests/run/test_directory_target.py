@@ -12,9 +12,9 @@ import torch
 
 from divergence import Run
 from divergence.errors import RunExistsError
-from divergence.run.captured import CapturedTensor
 from divergence.run.target import check_target
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 HERE = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ def test_a_reader_meets_the_old_run_or_the_new_one(
 
 
 def _put(writer: RunWriter) -> None:
-    writer.put(CapturedTensor(torch.ones(2)), pass_="free", sample=0, step=0, site="a:out", order=0)
+    put(writer, torch.ones(2))
 
 
 @pytest.mark.parametrize("force", [True, False])

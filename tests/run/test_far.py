@@ -1,5 +1,6 @@
 """Runs in an object store: which requests are made, in which order, and what if they fail."""
 
+import builtins
 import contextlib
 import json
 import tempfile
@@ -17,17 +18,12 @@ from divergence.comparison.advice import Advice
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import target as targets
 from divergence.run import writer as writing
-from divergence.run.captured import CapturedTensor
 from divergence.run.remote import Ranges
 from divergence.run.storage import Url
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 URL = "far://bucket/run"
-
-
-def put(writer: RunWriter, tensor: torch.Tensor, site: str = "a:out", **changes) -> None:
-    values = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
-    writer.put(CapturedTensor(tensor), **values)
 
 
 def upload(far, path, url: str = URL) -> None:
@@ -158,49 +154,26 @@ def test_a_connection_that_stays_broken_is_one_error(far, large_run):
     assert len([r for r in far.requests if r[1].endswith(".safetensors")]) == 3
 
 
-def test_a_refusal_is_not_tried_again(far, large_run):
-    """No permission stays no permission."""
+@pytest.mark.parametrize(
+    ("kind", "text", "said", "hint"),
+    [
+        ("PermissionError", "Access Denied", "the store refuses: Access Denied", ""),
+        ("NoCredentialsError", "Unable to locate", "there are no credentials", "AWS_PROFILE"),
+        ("ProfileNotFound", "no (nope)", r"own settings cannot be used: .*nope", "AWS_PROFILE"),
+    ],
+)
+def test_a_refusal_is_no_network_that_breaks(far, large_run, kind, text, said, hint):
+    """Each store has exceptions of its own: what they say is told, and nothing is tried again."""
     upload(far, large_run)
+    error = getattr(builtins, kind, None) or type(kind, (Exception,), {})
 
     def fail(what, path):
-        raise PermissionError("Access Denied")
+        raise error(text)
 
     far.fail = fail
-    with pytest.raises(RunFormatError, match="the store refuses: Access Denied"):
+    with pytest.raises(RunFormatError, match=said) as caught:
         Run.open(URL)
-    assert len(far.requests) == 1
-
-
-def test_missing_credentials_are_named_whatever_package_says_so(far, large_run):
-    """Each store has an exception of its own."""
-    upload(far, large_run)
-
-    class NoCredentialsError(Exception):
-        pass
-
-    def fail(what, path):
-        raise NoCredentialsError("Unable to locate credentials")
-
-    far.fail = fail
-    with pytest.raises(RunFormatError, match="there are no credentials") as caught:
-        Run.open(URL)
-    assert "AWS_PROFILE" in caught.value.hint
-
-
-def test_settings_that_cannot_be_used_are_not_taken_for_a_network(far, large_run):
-    """A profile that does not exist is no store that cannot be reached: nothing is tried again."""
-    upload(far, large_run)
-
-    class ProfileNotFound(Exception):
-        pass
-
-    def fail(what, path):
-        raise ProfileNotFound("The config profile (nope) could not be found")
-
-    far.fail = fail
-    with pytest.raises(RunFormatError, match=r"own settings cannot be used: .*nope") as caught:
-        Run.open(URL)
-    assert "AWS_PROFILE" in caught.value.hint and len(far.requests) == 1
+    assert hint in (caught.value.hint or "") and len(far.requests) == 1
 
 
 @pytest.mark.parametrize("name", ["a", "a.tar"])

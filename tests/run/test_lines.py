@@ -9,10 +9,10 @@ import xxhash
 from divergence import Run
 from divergence.run import contents as parsing
 from divergence.run import storage as shard
-from divergence.run.captured import CapturedTensor
 from divergence.run.reader import open_store
 from divergence.run.record import Call
 from divergence.run.writer import RunWriter, reducer_for
+from tests.by_hand import put
 from tests.digests import without_digests
 
 PASSES = ("free", "anchored", "whole")
@@ -40,10 +40,10 @@ def write_many(
                 )
                 if draw.random() < 0.1:  # of the same bytes as the zeros, but another tensor
                     tensor, positions = tensor.new_zeros(2, 4, dtype=torch.float32), None
-                writer.put(
-                    CapturedTensor(tensor),
+                put(
+                    writer,
+                    tensor,
                     pass_=draw.choice(PASSES),
-                    sample=0,
                     step=step,
                     site=f"model.layers.{order}{'/aten.mm' if call else ''}:out",
                     order=order,

@@ -12,8 +12,8 @@ import divergence
 from divergence import Run, pack, unpack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import target as packing
-from divergence.run.captured import CapturedTensor
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 from tests.digests import without_digests
 
 KINDS = ("tar", "zip")
@@ -80,9 +80,7 @@ def test_default_names(small_run, tmp_path, monkeypatch):
 def test_an_incomplete_run_stays_incomplete(tmp_path, manifest):
     """Packing does not make it whole; a shard that no line points at is left out."""
     with pytest.raises(ValueError), RunWriter(tmp_path / "r", manifest()) as writer:
-        writer.put(
-            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
-        )
+        put(writer, torch.ones(3))
         raise ValueError("stop")
     (without_digests(tmp_path / "r") / "records.jsonl").write_bytes(b"")
     run = pack(tmp_path / "r")
@@ -190,9 +188,7 @@ def test_the_writer_writes_archives(tmp_path, manifest, kind):
     """Gathered beside, packed at the end; the same file as packing the directory gives."""
     place = tmp_path / f"r.{kind}"
     with RunWriter(place, manifest()) as writer:
-        writer.put(
-            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
-        )
+        put(writer, torch.ones(3))
         assert str(writer.flush()) == f"{place}.partial"
         assert len(Run.open(f"{place}.partial").records) == 1
         assert not place.exists()
@@ -205,9 +201,7 @@ def test_the_writer_writes_archives(tmp_path, manifest, kind):
 def test_a_capture_that_stops_leaves_a_directory(tmp_path, manifest):
     """An archive is always a whole run; what was recorded can be read, and packed."""
     with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path / "r.tar", manifest()) as writer:
-        writer.put(
-            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
-        )
+        put(writer, torch.ones(3))
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["r.tar.partial"]
     run = Run.open(tmp_path / "r.tar.partial")

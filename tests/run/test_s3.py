@@ -13,15 +13,10 @@ from divergence import Run, pack, unpack
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.run import remote
 from divergence.run import writer as writing
-from divergence.run.captured import CapturedTensor
 from divergence.run.storage import location_of
 from divergence.run.target import check_target
 from divergence.run.writer import RunWriter
-
-
-def put(writer: RunWriter, tensor: torch.Tensor, **changes) -> None:
-    values = {"pass_": "free", "sample": 0, "step": 0, "site": "a:out", "order": 0, **changes}
-    writer.put(CapturedTensor(tensor), **values)
+from tests.by_hand import put
 
 
 def written(url: str, manifest, num: int = 6) -> Run:

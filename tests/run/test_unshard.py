@@ -11,10 +11,10 @@ import torch
 from divergence import Run
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.ranks import unsharded
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5
 
@@ -34,15 +34,7 @@ def ranks(tmp_path, manifest):
         for rank, writer in enumerate([first, *others]):
             if rank in parts:
                 tensor, placement = parts[rank]
-                writer.put(
-                    CapturedTensor(tensor.contiguous()),
-                    pass_="free",
-                    sample=0,
-                    step=0,
-                    site="m:out",
-                    order=rank,
-                    placement=placement,
-                )
+                put(writer, tensor.contiguous(), site="m:out", order=rank, placement=placement)
             writer.flush()
         for writer in others:
             first.manifest.sizes.num_records += writer.manifest.sizes.num_records
@@ -274,15 +266,7 @@ def test_a_run_of_one_process_is_itself(tmp_path, manifest):
 
 
 def _put(writer):
-    writer.put(
-        CapturedTensor(torch.ones(3)),
-        pass_="free",
-        sample=0,
-        step=0,
-        site="m:out",
-        order=0,
-        placement=("replicate",),
-    )
+    put(writer, torch.ones(3), site="m:out", placement=("replicate",))
 
 
 def _ranks(tmp_path, manifest):

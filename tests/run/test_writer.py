@@ -14,6 +14,7 @@ from divergence.run import target as target_of_runs
 from divergence.run import writer as writing
 from divergence.run.captured import CapturedTensor
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 HAVE = [name for name in FORMATS if hasattr(torch, name)]
 SOME_BYTES = torch.randint(
@@ -37,11 +38,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.numel() == 0 or torch.equal(
         a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
     )
-
-
-def put(writer: RunWriter, tensor: torch.Tensor, site: str = "a:out", **changes) -> None:
-    values = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
-    writer.put(CapturedTensor(tensor), **values)
 
 
 # --- what comes back ---------------------------------------------------------------------------

@@ -98,44 +98,30 @@ def test_what_only_doubles_an_error_is_not_blamed(judged):
     assert result.side == "candidate"
 
 
-def test_one_row(judged):
-    """A single token ten times off, which no median sees."""
+@pytest.mark.parametrize(
+    ("shape", "usual", "one", "all_rows", "why"),
+    [
+        ((40, 1), 1e-4, 1e-2, 1e-4, "row"),  # a single token, which no median sees
+        ((40, 1), 1e-4, 2e-2, 1e-2, "typical"),  # all are as far off, one a little more
+        ((64,), 1e-5, 1e-3, 1e-5, "column"),  # a single channel
+    ],
+)
+@pytest.mark.parametrize("side", ["candidate", "reference"])
+def test_one_row_or_one_column(judged, shape, usual, one, all_rows, why, side):
+    """One side is off by ``all_rows``, and in one row or column by ``one``: it is told of that one
+    where it stands out of the others."""
 
     def wrong(x):
-        error = torch.full((40, 1), 1e-4, dtype=x.dtype)
-        error[7] = 1e-2
+        error = torch.full(shape, all_rows, dtype=x.dtype)
+        error[7] = one
         return x * (1 + error)
 
-    result = judged(times(1 + 1e-4), wrong, [X], right=times(1.0))
+    sides = times(1 + usual), wrong
+    result = judged(*sides[:: 1 if side == "candidate" else -1], [X], right=times(1.0))
     found = named(result, "aten.mul")
-    assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "row")
-    assert found.peak == pytest.approx(100, rel=0.01)
-
-
-def test_an_operator_that_is_off_in_all_rows_is_not_off_in_one(judged):
-    """All of them a hundred times as far, one a little more: what is said is of the typical row."""
-
-    def wrong(x):
-        error = torch.full((40, 1), 1e-2, dtype=x.dtype)
-        error[7] = 2e-2
-        return x * (1 + error)
-
-    result = judged(times(1 + 1e-4), wrong, [X], right=times(1.0))
-    found = named(result, "aten.mul")
-    assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "typical")
-
-
-def test_one_column(judged):
-    """A single channel of the reference."""
-
-    def wrong(x):
-        error = torch.full((64,), 1e-5, dtype=x.dtype)
-        error[3] = 1e-3
-        return x * (1 + error)
-
-    result = judged(wrong, times(1 + 1e-5), [X], right=times(1.0))
-    assert (result.onset, result.side) == ("./aten.mul", "reference")
-    assert named(result, "aten.mul").why == "column"
+    assert (result.onset, result.side, found.why) == ("./aten.mul", side, why)
+    if (why, side) == ("row", "candidate"):
+        assert found.peak == pytest.approx(100, rel=0.01)
 
 
 def test_one_head(judged):

@@ -25,11 +25,11 @@ from divergence.comparison.measure.pairs import Measurer, Measuring, measure_all
 from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.ranks import unsharded
 from divergence.run.record import Record
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -143,8 +143,9 @@ def divide(run: Run, out: Path) -> None:
         for writer, part in zip(
             writers, whole.chunk(2, dim=-1) if even else (whole,) * 2, strict=True
         ):
-            writer.put(
-                CapturedTensor(part.contiguous()),
+            put(
+                writer,
+                part.contiguous(),
                 pass_=record.pass_,
                 sample=record.sample,
                 step=record.step,

@@ -6,8 +6,7 @@ from divergence import RecordOptions, Run, capture, compare, replay
 from divergence import truth as make_truth
 from divergence.comparison.align import align
 from divergence.errors import IncomparableError, UsageError
-from divergence.run.captured import CapturedTensor
-from divergence.run.writer import RunWriter
+from tests import by_hand
 
 BLOCK = "model.layers.1"
 FAULTY = f"{BLOCK}.mlp.down_proj/aten.mm:out"
@@ -44,23 +43,11 @@ def runs(tmp_path_factory, tiny_model) -> dict[str, Run]:
 
 def changed(run: Run, path, site: str, factor: float) -> Run:
     """The run with one site's tensors scaled."""
-    manifest = Run.open(run.path).manifest
-    manifest.id, manifest.complete, manifest.sizes = "f" * 32, False, type(manifest.sizes)()
-    with RunWriter(path, manifest) as writer:
-        for record in run.records:
-            tensor = run.read(record)
-            if record.site == site:
-                tensor = tensor * factor
-            writer.put(
-                CapturedTensor(tensor),
-                pass_=record.pass_,
-                sample=record.sample,
-                step=record.step,
-                site=record.site,
-                order=record.order,
-                call=record.call,
-            )
-    return Run.open(path)
+
+    def scaled(record, tensor):
+        return tensor * factor if record.site == site else tensor
+
+    return by_hand.rewritten(run, path, scaled, id="f" * 32)
 
 
 @pytest.mark.parametrize(

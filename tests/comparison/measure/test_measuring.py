@@ -20,9 +20,9 @@ from divergence.comparison.measure.pairs import (
 )
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.sums import has_compiled
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 from tests.digests import without_digests
 
 NUM_BLOCKS = 7
@@ -55,11 +55,9 @@ def dumps(tmp_path_factory, tiny_model):
         after = (values, values if number == 3 else values * noise)
         for port, tensors in (("in", before), ("out", after)):
             for writer, tensor in zip(writers, tensors or (), strict=False):
-                writer.put(
-                    CapturedTensor(tensor.bfloat16()),
-                    pass_="free",
-                    sample=0,
-                    step=0,
+                put(
+                    writer,
+                    tensor.bfloat16(),
                     site=f"model.layers.{number}:{port}",
                     order=2 * number + (port == "out"),
                 )
@@ -115,14 +113,7 @@ def test_logits_of_which_most_rows_are_no_numbers_are_measured_in_the_others(dum
             logits = values * (1 + 0.01 * number)
             logits[:, finite:] = math.nan
             writer = RunWriter(tmp_path / f"{finite}-{number}", manifest)
-            writer.put(
-                CapturedTensor(logits),
-                pass_="free",
-                sample=0,
-                step=0,
-                order=0,
-                site=manifest.plan.logits_site,
-            )
+            put(writer, logits, site=manifest.plan.logits_site)
             writer.close(complete=True)
             runs.append(Run.open(tmp_path / f"{finite}-{number}"))
         (site,) = measure_all(Measurer(*runs), align(*runs).pairs)

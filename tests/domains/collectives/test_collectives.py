@@ -125,7 +125,7 @@ def test_every_case_holds_on_gloo(tmp_path, ranks):
 )
 def test_planted_faults_are_found_with_their_rank(made, plant, sites, check, said):
     """On three ranks; the first line has the rank, the collective, the size and the dtype."""
-    report = compare(made(3, plant, sites=sites))
+    report = compare(made(3, plant, sites=tuple(sites)))
     name, rank = plant.partition("=")[0], int(plant[-1])
     assert report.verdict.kind == "localized"
     assert report.verdict.side == "reference"
@@ -141,7 +141,7 @@ def test_planted_faults_are_found_with_their_rank(made, plant, sites, check, sai
 
 def test_of_two_ranks_the_one_that_cannot_be_replayed_is_wrong(made):
     """Both are within rounding, and neither is most."""
-    sites = ["all_reduce.float32.odd.cancelling", "order.all_reduce.float32.odd"]
+    sites = ("all_reduce.float32.odd.cancelling", "order.all_reduce.float32.odd")
     report = compare(made(2, "all_reduce=bit@1", sites=sites))
     (fault,) = report.collectives.sides[0].faults
     assert (fault.check, fault.ranks, fault.num_wrong) == ("same_bits", (1,), 1)
@@ -173,7 +173,7 @@ def test_a_rank_told_by_its_part_alone_is_less_certain(made):
 )
 def test_other_algorithms_are_named_and_differ_within_rounding(made, name, order):
     """Four ranks: other bits than gloo's ring, both right."""
-    sites = ["all_reduce.float32.odd.random", "order.all_reduce.float32.odd"]
+    sites = ("all_reduce.float32.odd.random", "order.all_reduce.float32.odd")
     ring, other = made(4, sites=sites), made(4, sites=sites, impl=(name,), label=name)
     report = compare(ring, other)
     assert report.verdict.kind == "within_floor", report.verdict.summary

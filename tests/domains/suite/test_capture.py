@@ -11,8 +11,7 @@ from divergence import CaseOptions, RecordOptions, Run, capture, compare, replay
 from divergence import truth as make_truth
 from divergence.domains.suite.definition import Unavailable
 from divergence.errors import RunExistsError, RunFormatError, UsageError
-from divergence.run.captured import CapturedTensor
-from divergence.run.writer import RunWriter
+from tests import by_hand
 from tests.digests import without_digests
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]
@@ -393,23 +392,13 @@ def test_replays_of_a_suite(tmp_path):
 
 def _changed(run: Run, folder: Path, port: str, change) -> Path:
     """The cases of embedding and paged attention in float32, with other values at ``port``."""
-    manifest = Run.open(run.path).manifest
-    manifest.complete, manifest.sizes = False, type(manifest.sizes)()
-    with RunWriter(folder, manifest) as writer:
-        for one in run.records:
-            if one.site.startswith(("embedding.float32.decode", "paged_attention.float32.decode")):
-                tensor = run.read(one)
-                tensor = change(tensor.clone()) if one.site.endswith(f":{port}") else tensor
-                writer.put(
-                    CapturedTensor(tensor),
-                    pass_=one.pass_,
-                    sample=one.sample,
-                    step=one.step,
-                    site=one.site,
-                    order=one.order,
-                    call=one.call,
-                )
-    return folder
+
+    def changed(record, tensor):
+        if record.site.startswith(("embedding.float32.decode", "paged_attention.float32.decode")):
+            return change(tensor.clone()) if record.site.endswith(f":{port}") else tensor
+        return None
+
+    return by_hand.rewritten(run, folder, changed)
 
 
 @pytest.mark.parametrize(

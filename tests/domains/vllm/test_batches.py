@@ -9,8 +9,8 @@ import torch
 from divergence.domains.vllm.engine import Gathered, PromptTokens, alone, forward_of
 from divergence.errors import ModelError
 from divergence.recording.prompts import group_samples
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import SampleTokens
+from tests.by_hand import put
 
 
 def prompts(*lengths):
@@ -105,7 +105,7 @@ def test_parts_of_a_step_are_gathered():
         sink.members.update(members)
         tensor = torch.zeros(3, 1, 2)
         tensor[list(members)] = value
-        sink.put(CapturedTensor(tensor), site="a:out", pass_="free", sample=0, step=1, order=0)
+        put(sink, tensor, step=1)
     assert sink.members == {0, 1, 2}
     assert sink.tensors["a:out"][0][..., 0].tolist() == [[1], [2], [1]]
 

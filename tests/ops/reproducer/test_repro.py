@@ -137,7 +137,7 @@ def test_the_worst_call_beside_another_run(record, tmp_path):
     """The other machine's figures stand in the report, of the step where it differs most."""
     run = record(lambda: X @ X.t())
     again = replay(run, out=tmp_path / "again", device="cpu", label="machine B")
-    other = _changed(again, tmp_path / "other", 1.5)
+    other = by_hand.rewritten(again, tmp_path / "other", lambda record, tensor: tensor * 1.5)
     made = repro(run, site="block/aten.mm:out", against=other, out=tmp_path / "bug")
     assert made.against["out"].rel_l2 == pytest.approx(0.5, rel=1e-6)
     report = (made.path / "report.md").read_text()
@@ -444,39 +444,10 @@ def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
         environment=collect_environment("cpu", label=label),
         plan={"sites": ["ops@m"]},
     )
+    tensor = torch.tensor([1.0, 2.0])
+    inputs = [(f"m/aten.add:in.{name}", tensor, None) for name in ("self", "other")]
     with RunWriter(path, values) as writer:
-        for order, name in enumerate(("self", "other")):
-            writer.put(
-                CapturedTensor(torch.tensor([1.0, 2.0])),
-                pass_="free",
-                sample=0,
-                step=0,
-                site=f"m/aten.add:in.{name}",
-                order=order,
-            )
-        writer.put(
-            CapturedTensor(torch.tensor([2.0, 4.0])),
-            pass_="free",
-            sample=0,
-            step=0,
-            site=site,
-            order=2,
-            call=call,
-        )
-    return Run.open(path)
-
-
-def _changed(run: Run, path: Path, factor: float) -> Run:
-    manifest = Run.open(run.path).manifest
-    manifest.complete, manifest.sizes = False, type(manifest.sizes)()
-    with RunWriter(path, manifest) as writer:
-        for record in run.records:
-            writer.put(
-                CapturedTensor(run.read(record) * factor),
-                pass_=record.pass_,
-                sample=record.sample,
-                step=record.step,
-                site=record.site,
-                order=record.order,
-            )
+        for order, (name, value, made_by) in enumerate([*inputs, (site, 2 * tensor, call)]):
+            place = {"pass_": "free", "sample": 0, "step": 0, "site": name, "order": order}
+            writer.put(CapturedTensor(value), call=made_by, **place)
     return Run.open(path)

@@ -7,9 +7,9 @@ import pytest
 from divergence import RecordOptions, Run, ServerOptions, capture, compare, doctor, import_dump
 from divergence.cli.main import app
 from divergence.errors import RunFormatError, UsageError
-from divergence.run.captured import CapturedTensor
 from divergence.run.manifest import Sizes
 from divergence.run.writer import RunWriter
+from tests.by_hand import put
 
 PROMPTS = [f"prompt number {n}" for n in range(12)]
 GIVEN = {"prompts": PROMPTS, "max_new_tokens": 8}
@@ -270,14 +270,6 @@ def test_a_run_of_another_form_is_refused(serve, tmp_path):
     manifest = replace(a.manifest, id="0" * 32, sizes=Sizes())
     with RunWriter(tmp_path / "b", manifest) as writer:
         for order, site in enumerate(("logprobs:out", "logprobs:out.ids")):
-            writer.put(
-                CapturedTensor(torch.zeros(1, 2)),
-                pass_="free",
-                sample=0,
-                step=0,
-                site=site,
-                order=order,
-                positions=(1, 2),
-            )
+            put(writer, torch.zeros(1, 2), site=site, order=order, positions=(1, 2))
     with pytest.raises(RunFormatError, match="are expected"):
         compare(a, tmp_path / "b")

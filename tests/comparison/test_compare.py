@@ -10,7 +10,6 @@ import torch
 from divergence import BatchOptions, Run, capture, compare
 from divergence.comparison.align import find_prefix, load_name_map
 from divergence.errors import ConfigError, IncomparableError, RunFormatError
-from divergence.recording.plant import Plant
 from divergence.run.site import module_of
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -431,33 +430,26 @@ def test_fewer_tokens_are_a_shorter_repeat(run, replay):
     assert {s.step for s in report.coverage.unmatched} == {2}
 
 
-def test_one_wrong_token_is_found(run, replay, monkeypatch):
+def test_one_wrong_token_is_found(run, replay):
     """A fault at a single position is a matter of that token, not of the typical one."""
 
-    def at_one(self, tensor, forward):
-        tensor = tensor.clone()
-        if tensor.shape[1] > 6:
-            tensor[:, 6] *= 1.5
-        return tensor
+    def at_one(module, args, output):
+        output[:, 6:7] *= 1.5
 
-    monkeypatch.setattr(Plant, "apply", at_one)
-    other = replay(run(), attn_implementation="sdpa", plants=["model.layers.1:out=scale:1"])
+    def prepare(model):
+        model.model.layers[1].register_forward_hook(at_one)
+
+    other = replay(run(), attn_implementation="sdpa", prepare=prepare)
     verdict = compare(run(), other).verdict
     assert (verdict.kind, verdict.onset.site) == ("localized", "model.layers.1:out")
     assert verdict.onset.position == 6
     assert "one token" in verdict.evidence[0].text
 
 
-def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
+def test_the_second_prompt_alone_can_be_wrong(run, replay):
     """The onset names the prompt in which the error is made."""
-    apply = Plant.apply
-
-    def in_second(self, tensor, forward):
-        return apply(self, tensor, forward) if forward >= 100_003 else tensor
-
-    monkeypatch.setattr(Plant, "apply", in_second)
     reference = run(prompts=PROMPTS)
-    other = replay(reference, plants=["model.layers.1:out=scale:1.2"])
+    other = replay(reference, plants=["model.layers.1:out=scale:1.2@sample=1"])
     verdict = compare(reference, other).verdict
     assert verdict.kind == "localized"
     assert (verdict.onset.site, verdict.onset.sample) == ("model.layers.1:out", 1)

@@ -12,7 +12,6 @@ from transformers import cache_utils
 from transformers.models.llama import modeling_llama
 
 from divergence import BatchOptions, LoadOptions, capture, compare, truth
-from divergence.recording.plant import Plant
 from divergence.run.site import module_of
 from tests.models import tiny
 
@@ -126,17 +125,11 @@ def test_a_fault_outside_the_blocks_is_found(reference, tmp_path):
         assert verdict.onset.block is None
 
 
-def test_a_fault_in_decoding_alone_is_found(reference, tmp_path, monkeypatch):
+def test_a_fault_in_decoding_alone_is_found(reference, tmp_path):
     """A kernel that fails for single tokens shows in the first decode step, not in the prefill."""
     run, blocks = reference("llama")
-    apply = Plant.apply
-
-    def in_decode(self, tensor, forward):
-        return apply(self, tensor, forward) if tensor.shape[1] == 1 else tensor
-
-    monkeypatch.setattr(Plant, "apply", in_decode)
-    plant = f"{blocks[1]}.mlp.down_proj:out=scale:1.1"
-    faulty = other_machine(run, tmp_path / "run", "llama", plants=[plant])
+    plants = [f"{blocks[1]}.mlp.down_proj:out=scale:1.1@step={step}" for step in (1, 2)]
+    faulty = other_machine(run, tmp_path / "run", "llama", plants=plants)
     verdict = compare(run, faulty).verdict
     assert (verdict.kind, verdict.onset.block, verdict.onset.step) == ("localized", blocks[1], 1)
 

@@ -87,10 +87,25 @@ def test_the_default_policy_is_ci():
         ("verdicts = []", "verdicts", "no verdict"),
         ('[[tolerance]]\nsites = "*"', "tolerance[0]", "rel_l2"),
         ("verdicts = [", "", "TOML"),
+        *(
+            (f"[[known]]\n{text}\n", "known[0]", told)
+            for text, told in {
+                "sites = '*'\nmax = { rel_l2 = 1e-2 }": "reason",
+                "sites = '*'\nmax = { rel_l2 = 1e-2 }\nreason = ' '": "no reason",
+                "sites = '*'\nreason = 'x'": "max",
+                "sites = '*'\nreason = 'x'\nmax = {}": "no upper limit",
+                "reason = 'x'\nmax = { rel_l2 = 1e-2 }": "sites",
+                "sites = []\nreason = 'x'\nmax = { rel_l2 = 1e-2 }": "no site",
+                "sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\nuntil = 'soon'": "until",
+                "sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\ndtype = 'bf17'": "bf17",
+                "sites = 're:('\nreason = 'x'\nmax = { rel_l2 = 1e-2 }": "regular expression",
+            }.items()
+        ),
     ],
 )
 def test_wrong_policies_name_file_and_key(tmp_path, text, place, told):
-    """A wrong policy is refused with its file, the key path and the right name."""
+    """A wrong policy is refused with its file, the key path and the right name; a known difference
+    needs sites, an upper limit and a reason."""
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -135,29 +150,6 @@ def test_limits_are_finite_and_bounded(tmp_path, text, told, value):
     file.write_text(text.format(value))
     with pytest.raises(ConfigError, match=told):
         load_policy(file)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("sites = '*'\nmax = { rel_l2 = 1e-2 }", "reason"),
-        ("sites = '*'\nmax = { rel_l2 = 1e-2 }\nreason = ' '", "no reason"),
-        ("sites = '*'\nreason = 'x'", "max"),
-        ("sites = '*'\nreason = 'x'\nmax = {}", "no upper limit"),
-        ("reason = 'x'\nmax = { rel_l2 = 1e-2 }", "sites"),
-        ("sites = []\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "no site"),
-        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\nuntil = 'soon'", "until"),
-        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\ndtype = 'bf17'", "bf17"),
-        ("sites = 're:('\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "regular expression"),
-    ],
-)
-def test_wrong_known_differences_are_refused(tmp_path, text, told):
-    """Each has sites, an upper limit and a reason."""
-    file = tmp_path / "mine.toml"
-    file.write_text(f"[[known]]\n{text}\n")
-    with pytest.raises(ConfigError, match=told) as caught:
-        load_policy(file)
-    assert "known[0]" in str(caught.value)
 
 
 def test_a_policy_made_in_python_is_checked_too():

@@ -137,77 +137,33 @@ def _remote(shape: Shape) -> dict[str, Any]:
 # --- the models ---------------------------------------------------------------------------------
 
 
-def _decoder(kind: str, *, model_class: str, **more: Any) -> Architecture:
+def _decoder(kind: str, model_class: str, dimensions: Any = None, **more: Any) -> Architecture:
     """A model of Llama's design."""
-    values = {"model_type": kind, "dimensions": grouped_dimensions} | more
     fill = partial(weights.llama_like, kind=kind)
-    return Architecture(model_class=model_class, weights=fill, **values)
+    return _own(kind.replace("-", "_"), model_class, dimensions or grouped_dimensions, fill, **more)
 
 
+def _own(kind: str, model_class: str, dimensions: Any, fill: Any, **more: Any) -> Architecture:
+    values = {"model_type": kind, "dimensions": dimensions, "weights": fill} | more
+    return Architecture(model_class=model_class, **values)
+
+
+_MAMBA, _MAMBA2 = (partial(weights.mamba, version=version) for version in (1, 2))
+_GEMMA3 = {"model_type": "gemma3_text", "wrap": "bos", "tied": True}
 _KNOWN: dict[str, Architecture] = {
-    "bert": Architecture(
-        model_type="bert",
-        model_class="BertForMaskedLM",
-        weights=weights.bert,
-        dimensions=_common,
-        wrap="both",
-        tied=True,
-    ),
-    "gemma3": _decoder(
-        "gemma3",
-        model_class="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        dimensions=_gemma3,
-        wrap="bos",
-        tied=True,
-    ),
-    "gpt2": Architecture(
-        model_type="gpt2",
-        model_class="GPT2LMHeadModel",
-        weights=weights.gpt2,
-        dimensions=_gpt2,
-        tied=True,
-    ),
+    "bert": _own("bert", "BertForMaskedLM", _common, weights.bert, wrap="both", tied=True),
+    "gemma3": _decoder("gemma3", "Gemma3ForCausalLM", _gemma3, **_GEMMA3),
+    "gpt2": _own("gpt2", "GPT2LMHeadModel", _gpt2, weights.gpt2, tied=True),
     "llama": LLAMA,
-    "mamba": Architecture(
-        model_type="mamba",
-        model_class="MambaForCausalLM",
-        weights=partial(weights.mamba, version=1),
-        dimensions=_mamba,
-        tied=True,
+    "mamba": _own("mamba", "MambaForCausalLM", _mamba, _MAMBA, tied=True),
+    "mamba2": _own("mamba2", "Mamba2ForCausalLM", _mamba2, _MAMBA2, tied=True),
+    "mixtral": _decoder("mixtral", "MixtralForCausalLM", _mixtral, wrap="bos"),
+    "qwen3": _decoder("qwen3", "Qwen3ForCausalLM", tied=True),
+    "qwen3-moe": _decoder("qwen3-moe", "Qwen3MoeForCausalLM", _qwen3_moe),
+    "remote-code": _own(
+        "tiny_remote", "TinyRemoteForCausalLM", _remote, weights.remote, wrap="bos"
     ),
-    "mamba2": Architecture(
-        model_type="mamba2",
-        model_class="Mamba2ForCausalLM",
-        weights=partial(weights.mamba, version=2),
-        dimensions=_mamba2,
-        tied=True,
-    ),
-    "mixtral": _decoder(
-        "mixtral", model_class="MixtralForCausalLM", dimensions=_mixtral, wrap="bos"
-    ),
-    "qwen3": _decoder("qwen3", model_class="Qwen3ForCausalLM", tied=True),
-    "qwen3-moe": _decoder(
-        "qwen3-moe",
-        model_class="Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
-        dimensions=_qwen3_moe,
-    ),
-    "remote-code": Architecture(
-        model_type="tiny_remote",
-        model_class="TinyRemoteForCausalLM",
-        weights=weights.remote,
-        dimensions=_remote,
-        wrap="bos",
-    ),
-    "t5": Architecture(
-        model_type="t5",
-        model_class="T5ForConditionalGeneration",
-        weights=weights.t5,
-        dimensions=_t5,
-        wrap="eos",
-        tied=True,
-    ),
+    "t5": _own("t5", "T5ForConditionalGeneration", _t5, weights.t5, wrap="eos", tied=True),
 }
 ARCHITECTURES: tuple[str, ...] = tuple(_KNOWN)
 """What ``build`` knows."""

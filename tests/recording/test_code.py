@@ -186,88 +186,62 @@ def test_code_without_source_is_told_apart(model, healthy, monkeypatch):
 # --- what was replaced -------------------------------------------------------------------------
 
 
-def case_class(plugin, model, patch):
-    patch.setattr(modeling_llama.LlamaMLP, "forward", plugin.forward)
-    return "LlamaMLP", f"LlamaMLP.forward was replaced by vendor_plugin.py:{line_of('forward')}"
+LLAMA = modeling_llama
+REPLACED = {
+    "class": (LLAMA.LlamaMLP, "forward", "forward", "LlamaMLP"),
+    "namespace": (LLAMA, "apply_rotary_pos_emb", "rotary", "LlamaAttention"),
+    "helper": (LLAMA, "repeat_kv", "silu", "LlamaAttention"),
+    "eager_attention": (LLAMA, "eager_attention_forward", "attention", "LlamaAttention"),
+    "torch_function": (torch.nn.functional, "silu", "silu", FUNCTIONAL),
+    "torch_operator": (torch, "matmul", "silu", FUNCTIONAL),
+    "layer_of_torch": (torch.nn.Linear, "forward", "forward", "Linear"),
+}
+"""What is replaced, by which function of the plugin, and the class that is told to have it."""
 
 
 def case_instances(plugin, model, patch):
     for layer in model.model.layers:
         layer.mlp.forward = functools.partial(plugin.forward, layer.mlp)
-    return "LlamaMLP", f"LlamaMLP.forward was replaced by vendor_plugin.py:{line_of('forward')}"
+    return "LlamaMLP", "LlamaMLP.forward", "forward"
 
 
 def case_around(plugin, model, patch):
-    mlp = modeling_llama.LlamaMLP
-    patch.setattr(mlp, "forward", plugin.around(mlp.forward, 1.02))
-    return "LlamaMLP", f"LlamaMLP.forward was replaced by vendor_plugin.py:{line_of('scaled')}"
+    patch.setattr(LLAMA.LlamaMLP, "forward", plugin.around(LLAMA.LlamaMLP.forward, 1.02))
+    return "LlamaMLP", "LlamaMLP.forward", "scaled"
 
 
 def case_wrapped(plugin, model, patch):
-    mlp = modeling_llama.LlamaMLP
-    patch.setattr(mlp, "forward", plugin.wrapped(mlp.forward, 1.02))
-    return "LlamaMLP", f"LlamaMLP.forward was replaced by vendor_plugin.py:{line_of('scaled')}"
+    patch.setattr(LLAMA.LlamaMLP, "forward", plugin.wrapped(LLAMA.LlamaMLP.forward, 1.02))
+    return "LlamaMLP", "LlamaMLP.forward", "scaled"
 
 
 def case_wrapped_under_decorators(plugin, model, patch):
-    rotary = modeling_llama.LlamaRotaryEmbedding
+    rotary = LLAMA.LlamaRotaryEmbedding
     patch.setattr(rotary, "forward", plugin.wrapped(rotary.forward, 1.02))
-    line = line_of("scaled")
-    return rotary.__name__, f"{rotary.__name__}.forward was replaced by vendor_plugin.py:{line}"
-
-
-def case_namespace(plugin, model, patch):
-    patch.setattr(modeling_llama, "apply_rotary_pos_emb", plugin.rotary)
-    text = "modeling_llama.apply_rotary_pos_emb was replaced by vendor_plugin.py:"
-    return "LlamaAttention", f"{text}{line_of('rotary')}"
-
-
-def case_helper(plugin, model, patch):
-    patch.setattr(modeling_llama, "repeat_kv", plugin.silu)
-    text = f"modeling_llama.repeat_kv was replaced by vendor_plugin.py:{line_of('silu')}"
-    return "LlamaAttention", text
-
-
-def case_eager_attention(plugin, model, patch):
-    patch.setattr(modeling_llama, "eager_attention_forward", plugin.attention)
-    text = "modeling_llama.eager_attention_forward was replaced by vendor_plugin.py:"
-    return "LlamaAttention", f"{text}{line_of('attention')}"
+    return rotary.__name__, f"{rotary.__name__}.forward", "scaled"
 
 
 def case_registered_attention(plugin, model, patch):
     patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", plugin.attention)
     model.set_attn_implementation("sdpa")
-    text = "ALL_ATTENTION_FUNCTIONS[sdpa] was replaced by vendor_plugin.py:"
-    return "LlamaAttention", f"{text}{line_of('attention')}"
+    return "LlamaAttention", "ALL_ATTENTION_FUNCTIONS[sdpa]", "attention"
 
 
-def case_torch_function(plugin, model, patch):
-    patch.setattr(torch.nn.functional, "silu", plugin.silu)
-    return (
-        FUNCTIONAL,
-        f"torch.nn.functional.silu was replaced by vendor_plugin.py:{line_of('silu')}",
-    )
+CASES = {name[5:]: value for name, value in list(globals().items()) if name.startswith("case_")}
 
 
-def case_torch_operator(plugin, model, patch):
-    patch.setattr(torch, "matmul", plugin.silu)
-    return FUNCTIONAL, f"torch.matmul was replaced by vendor_plugin.py:{line_of('silu')}"
-
-
-def case_layer_of_torch(plugin, model, patch):
-    patch.setattr(torch.nn.Linear, "forward", plugin.forward)
-    return "Linear", f"Linear.forward was replaced by vendor_plugin.py:{line_of('forward')}"
-
-
-CASES = [value for name, value in list(globals().items()) if name.startswith("case_")]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[5:])
+@pytest.mark.parametrize("case", [*REPLACED, *CASES])
 def test_what_was_put_in_place_is_named(case, plugin, model, healthy, monkeypatch):
     """By class, function, file and line; and the digest is another."""
-    name, text = case(plugin, model, monkeypatch)
+    if case in REPLACED:
+        owner, attribute, function, name = REPLACED[case]
+        monkeypatch.setattr(owner, attribute, getattr(plugin, function))
+        place = owner.__name__.removeprefix("transformers.models.llama.")
+        what = f"{place}.{attribute}"
+    else:
+        name, what, function = CASES[case](plugin, model, monkeypatch)
     note = code_notes(model)[name]
-    assert note.replaced == [text]
+    assert note.replaced == [f"{what} was replaced by vendor_plugin.py:{line_of(function)}"]
     assert name not in healthy or note.digest != healthy[name].digest
 
 

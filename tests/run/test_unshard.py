@@ -45,6 +45,12 @@ def ranks(tmp_path, manifest):
     return write
 
 
+@pytest.fixture
+def halves(ranks):
+    """WHOLE on two ranks, each with half of its columns."""
+    return ranks({"tp": 2}, {r: (part, ("shard:2",)) for r, part in enumerate(WHOLE.chunk(2, 2))})
+
+
 def only(run: Run) -> torch.Tensor:
     (record,) = run.records
     tensor = run.read(record)
@@ -194,11 +200,9 @@ def test_copies_of_other_token_positions(ranks):
     assert "token positions" in next(iter(unsharded(run).unmade.values()))
 
 
-def test_a_record_is_known_by_its_value(ranks):
+def test_a_record_is_known_by_its_value(halves):
     """One that another process was sent is read like the view's own."""
-    cut = WHOLE.chunk(2, 2)
-    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
-    assert torch.equal(run.read(pickle.loads(pickle.dumps(run.records[0]))), WHOLE)
+    assert torch.equal(halves.read(pickle.loads(pickle.dumps(halves.records[0]))), WHOLE)
 
 
 def test_terms_have_no_digest(ranks):
@@ -222,32 +226,27 @@ def test_copies_with_digests_of_two_kinds(ranks):
     assert unsharded(run).disagreements == [] and len(unsharded(run).records) == 1
 
 
-def test_a_view_has_the_files_of_its_run(ranks):
+def test_a_view_has_the_files_of_its_run(halves):
     """What is packed of it are the parts as they lie on disk."""
-    cut = WHOLE.chunk(2, 2)
-    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
-    assert {name: size for name, size, _ in run.whole_files()} == run.run.files() == run.files()
+    files = {name: size for name, size, _ in halves.whole_files()}
+    assert files == halves.run.files() == halves.files()
 
 
-def test_a_joined_tensor_has_no_digest(ranks):
+def test_a_joined_tensor_has_no_digest(halves):
     """Its bytes lie nowhere in one piece, so that nothing can be taken for equal to it unread."""
-    cut = WHOLE.chunk(2, 2)
-    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
-    record = run.records[0]
+    record = halves.records[0]
     assert record.xxh3 is None and record.fold is None
-    assert run.has_bytes(record) and run.find(record.coordinates) is record
+    assert halves.has_bytes(record) and halves.find(record.coordinates) is record
 
 
-def test_a_broken_part_is_found(ranks):
+def test_a_broken_part_is_found(halves):
     """The bytes of each part are held against their checksum."""
-    cut = WHOLE.chunk(2, 2)
-    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
-    shard = run.path / "tensors" / "r00001-000000.safetensors"
+    shard = halves.path / "tensors" / "r00001-000000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(RunFormatError, match="wrong checksum"):
-        run.read(run.records[0])
+        halves.read(halves.records[0])
 
 
 def test_an_incomplete_run_of_ranks(ranks):
@@ -265,45 +264,32 @@ def test_a_run_of_one_process_is_itself(tmp_path, manifest):
     assert unsharded(run) is run
 
 
-def _put(writer):
-    put(writer, torch.ones(3), site="m:out", placement=("replicate",))
-
-
-def _ranks(tmp_path, manifest):
+@pytest.fixture
+def two_ranks(ranks):
     """A run of two ranks with a record each."""
-    mesh = Mesh(axes=[MeshAxis(name="tp", size=2)])
-    writers = [RunWriter(tmp_path / "run", manifest(mesh=mesh), rank=rank) for rank in (0, 1)]
-    for writer in writers:
-        _put(writer)
-        writer.flush()
-    writers[0].manifest.sizes.num_records = 2
-    for writer in reversed(writers):
-        writer.close(complete=True)
-    return tmp_path / "run"
+    return ranks({"tp": 2}, dict.fromkeys((0, 1), (torch.ones(3), ("replicate",)))).path
 
 
-def test_a_run_of_ranks_needs_the_lines_of_all(tmp_path, manifest):
+def test_a_run_of_ranks_needs_the_lines_of_all(two_ranks):
     """A complete run without the records of one rank is damaged, and the file is named."""
-    path = _ranks(tmp_path, manifest)
-    assert [record.rank for record in Run.open(path).records] == [0, 1]
-    (path / "records-r00001.jsonl").unlink()
+    assert [record.rank for record in Run.open(two_ranks).records] == [0, 1]
+    (two_ranks / "records-r00001.jsonl").unlink()
     with pytest.raises(RunFormatError, match=r"records-r00001\.jsonl is missing"):
-        Run.open(path)
+        Run.open(two_ranks)
 
 
-def test_lost_lines_are_looked_for_in_the_right_file(tmp_path, manifest):
+def test_lost_lines_are_looked_for_in_the_right_file(two_ranks):
     """In that of a rank that has none; where all have some, in all."""
-    path = _ranks(tmp_path, manifest)
-    lines = (path / "records-r00001.jsonl").read_text()
-    (path / "records-r00001.jsonl").write_text("")
+    lines = (two_ranks / "records-r00001.jsonl").read_text()
+    (two_ranks / "records-r00001.jsonl").write_text("")
     with pytest.raises(RunFormatError, match="1 records in a complete run of 2") as caught:
-        Run.open(path)
+        Run.open(two_ranks)
     assert caught.value.where.endswith("records-r00001.jsonl")
     assert "copy records-r00001.jsonl again" in caught.value.hint
     more = json.dumps(json.loads(lines) | {"step": 1})
-    (path / "records-r00001.jsonl").write_text(f"{lines}{more}\n")
+    (two_ranks / "records-r00001.jsonl").write_text(f"{lines}{more}\n")
     with pytest.raises(RunFormatError, match="3 records in a complete run of 2") as caught:
-        Run.open(path)
+        Run.open(two_ranks)
     assert "the records of all 2 ranks" in caught.value.hint
 
 
@@ -315,18 +301,17 @@ def test_lost_lines_are_looked_for_in_the_right_file(tmp_path, manifest):
         ({"placement": ["shard:x"]}, "broken record"),
     ],
 )
-def test_a_record_that_does_not_fit_the_mesh(tmp_path, manifest, changes, reason):
+def test_a_record_that_does_not_fit_the_mesh(two_ranks, changes, reason):
     """Each rank's file holds that rank's records, placed on the axes that there are."""
-    path = _ranks(tmp_path, manifest)
-    lines = path / "records-r00001.jsonl"
+    lines = two_ranks / "records-r00001.jsonl"
     lines.write_text(json.dumps(json.loads(lines.read_text()) | changes) + "\n")
     with pytest.raises(RunFormatError, match=reason):
-        Run.open(path)
+        Run.open(two_ranks)
 
 
 def test_a_placement_without_a_mesh(tmp_path, manifest):
     """Only a run of several ranks has tensors in parts."""
     with RunWriter(tmp_path / "run", manifest()) as writer:
-        _put(writer)
+        put(writer, torch.ones(3), placement=("replicate",))
     with pytest.raises(RunFormatError, match="without a mesh"):
         Run.open(tmp_path / "run")

@@ -138,34 +138,15 @@ def test_infinities_of_a_mask_are_no_fault(padded, healthy, answer, shared_run):
     assert answer(run).verdict.kind == "identical"
 
 
+ALONE = {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5}
+NEVER = ALONE | {"mask_alike": 5}
+EQUAL = {f"{side}_{what}": 2 for side in ("reference", "candidate") for what in ("inf", "neginf")}
 INFINITIES = {
-    "a mask that means never otherwise": (
-        "h.0:in.attention_mask",
-        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5}
-        | {"mask_alike": 5},
-        None,
-    ),
-    "a mask that is another": (
-        "h.0:in.attention_mask",
-        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5},
-        "reference",
-    ),
-    "an overflow": (
-        "h.0:in",
-        {"reference_inf": 5, "reference_neginf": 5, "differ": 5, "reference_alone": 5}
-        | {"mask_alike": 5},
-        "reference",
-    ),
-    "equal ones of a mask": (
-        "h.0:in.attention_mask",
-        {"reference_inf": 2, "reference_neginf": 2, "candidate_inf": 2, "candidate_neginf": 2},
-        None,
-    ),
-    "equal ones that a block hands on": (
-        "h.0:in",
-        {"reference_inf": 2, "reference_neginf": 2, "candidate_inf": 2, "candidate_neginf": 2},
-        "both",
-    ),
+    "a mask that means never otherwise": ("h.0:in.attention_mask", NEVER, None),
+    "a mask that is another": ("h.0:in.attention_mask", ALONE, "reference"),
+    "an overflow": ("h.0:in", NEVER, "reference"),
+    "equal ones of a mask": ("h.0:in.attention_mask", EQUAL, None),
+    "equal ones that a block hands on": ("h.0:in", EQUAL, "both"),
 }
 
 

@@ -10,19 +10,6 @@ PROMPTS = [
     "A bridge is built twice: once on paper, where every beam is exact, and once in steel.",
     "Hello there",
 ]
-CODES = (
-    "factor",
-    "vocabulary_row",
-    "channel",
-    "head",
-    "vector",
-    "row_constants",
-    "growing",
-    "one_token",
-    "beginning",
-    "layer_type",
-    "shard",
-)
 
 
 @pytest.fixture
@@ -108,105 +95,60 @@ def faster(model):
     model.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids * 1.001)
 
 
-CASES = {
-    "a factor": (
-        "llama",
-        hooked(f"{BLOCK}.mlp.up_proj", lambda out: out * 0.5),
-        "blocks.factor",
-        {"factor": 0.5, "update": False},
-    ),
-    "a bias twice": (
-        "gpt2",
-        bias(1.0),
-        "blocks.vector",
-        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": 1.0, "cause": "twice"},
-    ),
-    "a bias left out": (
-        "gpt2",
-        bias(-1.0),
-        "blocks.vector",
-        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -1.0, "cause": "left_out"},
-    ),
-    "half a bias": (
-        "gpt2",
-        bias(-0.5),
-        "blocks.vector",
-        {"parameter": "transformer.h.1.mlp.c_proj.bias", "times": -0.5, "cause": None},
-    ),
-    "any vector": (
-        "llama",
-        hooked(
-            f"{BLOCK}.mlp.down_proj", lambda out: out + torch.linspace(-0.1, 0.1, out.shape[-1])
-        ),
-        "blocks.vector",
-        {"parameter": None},
-    ),
-    "a constant a row": (
-        "llama",
-        hooked(f"{BLOCK}.mlp.down_proj", lambda out: out + out[..., :1]),
-        "blocks.row_constants",
-        {},
-    ),
-    "a head": (
-        "llama",
-        hooked(f"{BLOCK}.self_attn.q_proj", one_head),
-        "blocks.head",
-        {"number": 1},
-    ),
-    "a channel": (
-        "llama",
-        hooked(f"{BLOCK}.mlp.down_proj", one_channel),
-        "blocks.channel",
-        {"number": 5},
-    ),
-    "a row of the embedding": (
-        "llama",
-        hooked("model.embed_tokens", one_id),
-        "blocks.vocabulary_row",
-        {"share": 1.0},
-    ),
-    "a row of the vocabulary": (
-        "llama",
-        hooked("lm_head", lambda out: at(77, out)),
-        "blocks.vocabulary_row",
-        {"number": 77},
-    ),
-    "a shard of the vocabulary": (
-        "llama",
-        hooked("lm_head", second_half),
-        "blocks.shard",
-        {"vocabulary": True, "num": 2},
-    ),
-    "growing": ("llama", faster, "blocks.growing", {"token": None}),
-    "beginning": (
-        "llama",
-        hooked(
-            f"{BLOCK}.self_attn.o_proj",
-            lambda out: (
-                out * (1 + 0.1 * (torch.arange(out.shape[1])[:, None] >= 7))
-                if out.shape[1] > 8
-                else out
-            ),
-        ),
-        "blocks.beginning",
-        {"token": 7},
-    ),
-    "one token": (
-        "llama",
-        hooked(f"{BLOCK}.mlp.down_proj", one_token),
-        "blocks.one_token",
-        {"sample": 0},
-    ),
-    "every second block": ("llama", every_second_block, "blocks.layer_type", {"type": "odd"}),
+def from_the_eighth_on(out):
+    later = torch.arange(out.shape[1])[:, None] >= 7
+    return out * (1 + 0.1 * later) if out.shape[1] > 8 else out
+
+
+def any_vector(out):
+    return out + torch.linspace(-0.1, 0.1, out.shape[-1])
+
+
+DOWN = f"{BLOCK}.mlp.down_proj"
+BIAS = "transformer.h.1.mlp.c_proj.bias"
+PREPARED = {
+    "a factor": hooked(f"{BLOCK}.mlp.up_proj", lambda out: out * 0.5),
+    "a bias twice": bias(1.0),
+    "a bias left out": bias(-1.0),
+    "half a bias": bias(-0.5),
+    "any vector": hooked(DOWN, any_vector),
+    "a constant a row": hooked(DOWN, lambda out: out + out[..., :1]),
+    "a head": hooked(f"{BLOCK}.self_attn.q_proj", one_head),
+    "a channel": hooked(DOWN, one_channel),
+    "a row of the embedding": hooked("model.embed_tokens", one_id),
+    "a row of the vocabulary": hooked("lm_head", lambda out: at(77, out)),
+    "a shard of the vocabulary": hooked("lm_head", second_half),
+    "growing": faster,
+    "beginning": hooked(f"{BLOCK}.self_attn.o_proj", from_the_eighth_on),
+    "one token": hooked(DOWN, one_token),
+    "every second block": every_second_block,
 }
+TOLD = {
+    "a factor": ("factor", {"factor": 0.5, "update": False}),
+    "a bias twice": ("vector", {"parameter": BIAS, "times": 1.0, "cause": "twice"}),
+    "a bias left out": ("vector", {"parameter": BIAS, "times": -1.0, "cause": "left_out"}),
+    "half a bias": ("vector", {"parameter": BIAS, "times": -0.5, "cause": None}),
+    "any vector": ("vector", {"parameter": None}),
+    "a constant a row": ("row_constants", {}),
+    "a head": ("head", {"number": 1}),
+    "a channel": ("channel", {"number": 5}),
+    "a row of the embedding": ("vocabulary_row", {"share": 1.0}),
+    "a row of the vocabulary": ("vocabulary_row", {"number": 77}),
+    "a shard of the vocabulary": ("shard", {"vocabulary": True, "num": 2}),
+    "growing": ("growing", {"token": None}),
+    "beginning": ("beginning", {"token": 7}),
+    "one token": ("one_token", {"sample": 0}),
+    "every second block": ("layer_type", {"type": "odd"}),
+}
+CODES = {f"blocks.{code}" for code, _ in TOLD.values()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TOLD)
 def test_the_structure_of_a_difference_is_named_at_its_onset(runs, answer, printed, name):
     """With the numbers that tell the cause."""
-    family, prepare, code, values = CASES[name]
-    a = runs(family)
-    report = answer(a, prepare)
+    code, values = TOLD[name]
+    code = f"blocks.{code}"
+    report = answer(runs("gpt2" if "bias" in name else "llama"), PREPARED[name])
     named = {item.code: item for item in report.verdict.evidence}
     assert code in named, report.verdict.evidence
     if code != "blocks.layer_type":
@@ -229,16 +171,14 @@ def test_rounding_alone_has_no_structure(answer, tmp_path, tiny_model, massive, 
             out[..., 7] *= massive
             return out * (1 + size * torch.randn(out.shape, generator=make))
 
-        return hooked(f"{BLOCK}.mlp.down_proj", change)
+        return hooked(DOWN, change)
 
     options = {"prompts": PROMPTS, "max_new_tokens": 2, "dtype": "float32", "probe": False}
     model = tiny_model("llama", num_blocks=5)
     a = capture(model, out=tmp_path / "a", prepare=changed(0.0), **options)
     verdict = answer(a, changed(0.1)).verdict
     assert verdict.kind == "localized" and verdict.onset.block == BLOCK
-    codes = {f"blocks.{code}" for code in CODES}
-    named = [item for item in verdict.evidence if item.code in codes]
-    assert not named
+    assert not CODES & {item.code for item in verdict.evidence}
 
 
 @pytest.mark.slow
@@ -247,18 +187,18 @@ def test_a_healthy_pair_is_not_looked_at(runs, answer):
     a = runs(dtype="bfloat16")
 
     def prepare(model):
-        hooked(f"{BLOCK}.mlp.down_proj", lambda out: out + out.abs() * 2**-8)(model)
+        hooked(DOWN, lambda out: out + out.abs() * 2**-8)(model)
 
     verdict = answer(a, prepare).verdict
     assert verdict.kind == "within_floor", verdict
-    assert not {f"blocks.{code}" for code in CODES} & {item.code for item in verdict.evidence}
+    assert not CODES & {item.code for item in verdict.evidence}
 
 
 @pytest.mark.slow
 def test_where_an_error_of_the_prefill_begins_is_asked_of_the_prefill(runs, answer):
     """However many decode steps pass behind it."""
     a = runs(prompts=[list(range(3, 23))], max_new_tokens=6, truth="no", sites="blocks")
-    headline = answer(a, CASES["beginning"][1]).verdict.headline
+    headline = answer(a, PREPARED["beginning"]).verdict.headline
     assert [item["onward"] for item in headline if item.code == "scope"] == [7]
 
 
@@ -283,7 +223,7 @@ def test_the_one_block_that_rounds_otherwise_is_named(runs, answer):
         bits[:, 5:6] += 4  # no decode step has one
         return bits.view(torch.float32)
 
-    prepare = hooked(f"{BLOCK}.mlp.down_proj", nudge)
+    prepare = hooked(DOWN, nudge)
     verdict = answer(a, prepare).verdict
     assert (verdict.kind, verdict.side) == ("within_floor", "neither")
     assert f"all of it in {BLOCK}: the other blocks are equal" in verdict.summary

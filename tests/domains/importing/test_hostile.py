@@ -3,6 +3,7 @@
 import collections
 import io
 import json
+import math
 import os
 import pickle
 import struct
@@ -134,6 +135,10 @@ def many(folder: Path) -> None:
         torch.save({f"a{number}": torch.zeros(1).expand(5 << 20)}, folder / f"{number}.pt")
 
 
+def stored(make: Callable[[], object]) -> Callable[[Path], None]:
+    return lambda path: torch.save({"a": make()}, path)
+
+
 def loop() -> list:
     items: list = []
     items.append(items)
@@ -146,47 +151,33 @@ def shared(item: object) -> object:
     return item
 
 
+HUGE = (2**40, 2**40)
 TENSORS = {
     "many files.pt": (lambda p: many(p.parent), "more than is unpacked"),
-    "spread.pt": (lambda p: torch.save({"a": torch.zeros(1).expand(1 << 40)}, p), "unpacked"),
+    "spread.pt": (stored(lambda: torch.zeros(1).expand(1 << 40)), "unpacked"),
     "views.pt": (lambda p: torch.save([torch.zeros(1 << 16).expand(4096, -1)] * 60, p), "unpacked"),
     "holes.pt": (lambda p: holes(p, b"PK\3\4"), "unpacked"),
-    "loop.pt": (lambda p: torch.save({"a": loop()}, p), "holds itself"),
-    "shared.pt": (lambda p: torch.save({"a": shared(torch.ones(1))}, p), "values"),
+    "loop.pt": (stored(loop), "holds itself"),
+    "shared.pt": (stored(lambda: shared(torch.ones(1))), "values"),
     "deep.pt": (lambda p: archive(p, b"\x80\2" + b"]" * 9999 + b"a" * 9998 + b"."), "deep"),
     "steps.pt": (lambda p: archive(p, b"\x80\2" + b"}" * 100_001 + b"."), "steps"),
     "keys.pt": (lambda p: archive(p, {n * (2**61 - 1): 1 for n in range(9)}), "key"),
     "counter.pt": (lambda p: archive(p, Call(collections.Counter, 2**40)), "which is code"),
     "codec.pt": (lambda p: archive(p, Call(os.system, "touch pwned")), "which is code"),
     "pickled.pt": (lambda p: p.write_bytes(pickle.dumps({"a": 1})), "could run code"),
-    "conj.pt": (
-        lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj()}, p),
-        "conjugated",
-    ),
-    "neg.pt": (
-        lambda p: torch.save({"a": torch.ones(2, dtype=torch.cfloat).conj().imag}, p),
-        "negated",
-    ),
-    "nested.pt": (
-        lambda p: torch.save({"a": torch.nested.nested_tensor([torch.ones(2)])}, p),
-        "nested",
-    ),
-    "meta.pt": (lambda p: torch.save({"a": torch.ones(2, device="meta")}, p), "empty tensor"),
-    "subclass.pt": (
-        lambda p: torch.save({"a": torch.ones(2).as_subclass(Subclass)}, p),
-        "a class of its own",
-    ),
+    "conj.pt": (stored(lambda: torch.ones(2, dtype=torch.cfloat).conj()), "conjugated"),
+    "neg.pt": (stored(lambda: torch.ones(2, dtype=torch.cfloat).conj().imag), "negated"),
+    "nested.pt": (stored(lambda: torch.nested.nested_tensor([torch.ones(2)])), "nested"),
+    "meta.pt": (stored(lambda: torch.ones(2, device="meta")), "empty tensor"),
+    "subclass.pt": (stored(lambda: torch.ones(2).as_subclass(Subclass)), "a class of its own"),
     "quantised.pt": (
-        lambda p: torch.save({"a": torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)}, p),
+        stored(lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)),
         "quantised",
     ),
     "offset.pt": (lambda p: archive(p, {"a": tensor(4, offset=1)}), "element 5 of 4"),
     "stride.pt": (lambda p: archive(p, {"a": tensor(2, stride=(-1,), offset=3)}), "negative"),
     "negative.pt": (lambda p: archive(p, {"a": tensor(-2)}), "negative"),
-    "wide.pt": (
-        lambda p: archive(p, {"a": tensor(2**40, 2**40, stride=(2**40, 2**40))}),
-        "element",
-    ),
+    "wide.pt": (lambda p: archive(p, {"a": tensor(*HUGE, stride=HUGE)}), "element"),
     "hollow.pt": (lambda p: archive(p, {"a": tensor(0, 2**62)}), "shape"),
     "axes.pt": (lambda p: archive(p, {"a": tensor(*[1] * 99)}), "axes"),
     "letters.pt": (lambda p: archive(p, {"a": tensor("4")}), "negative or no integers"),
@@ -198,7 +189,7 @@ TENSORS = {
     "cut.pt": (lambda p: archive(p, b"\x80\2}"), "it is not as torch.save writes it"),
     "empty.pt": (lambda p: archive(p, b"\x80\2."), "it is not as torch.save writes it"),
     "huge int.pt": (lambda p: archive(p, b"\x80\2\x8b" + b"\xff" * 4 + b"."), "torch.save"),
-    "sparse.pt": (lambda p: torch.save({"a": torch.eye(2).to_sparse()}, p), "sparse"),
+    "sparse.pt": (stored(lambda: torch.eye(2).to_sparse()), "sparse"),
     "packed.pt": (lambda p: archive(p, {}, method=zipfile.ZIP_DEFLATED), "compressed members"),
     "zip.pt": (lambda p: zipfile.ZipFile(p, "w").close(), "0 members called data.pkl"),
     "twice.pt": (twice, "twice"),
@@ -303,12 +294,30 @@ def text(name: str, content: str | bytes) -> Callable[[Path], None]:
     return lambda folder: folder.joinpath(name).write_bytes(data) and None
 
 
+SAMPLE = {"doc_id": 0, "arguments": [["a", "b"]], "resps": [[["-1", "True"]]]}
+
+
+def sampled(**fields: object) -> Callable[[Path], None]:
+    """lm-eval's line of one document."""
+    return text("s.jsonl", json.dumps(SAMPLE | fields))
+
+
+def likeliest(num: int, tokens: object) -> Callable[[Path], None]:
+    """TRL's line of an answer with the likeliest tokens of each place."""
+    line = {"prompt_ids": [], "completion_ids": [1] * num, "logprobs": [-1] * num}
+    return text("r.jsonl", json.dumps(line | {"top_logprobs": tokens}))
+
+
+def renamed(old: str, new: str) -> Callable[[Path], None]:
+    """A dump of msprobe, one of its folders under another name."""
+    return lambda folder: (msprobe(named("a.pt"))(folder), os.rename(folder / old, folder / new))
+
+
 def kld(*numbers: int, size: int = 4096) -> Callable[[Path], None]:
     head = b"_logits_" + struct.pack("<Iii", *numbers)
     return lambda folder: holes(folder / "base.kld", head, size)
 
 
-SAMPLE = {"doc_id": 0, "arguments": [["a", "b"]], "resps": [[["-1", "True"]]]}
 PLACE = "TP0_PP0_Rank0_pid1/Pass00000.pt"
 TAGS = "step=0___rank=0___dump_index=1___name=a.pt"
 
@@ -334,16 +343,9 @@ FOLDERS = {
     "msprobe null": (msprobe({}, data=None), "dump.json", "no dump.json"),
     "msprobe params": (msprobe({"parameters": 7}), "dump.json", "as msprobe writes it"),
     "msprobe deep": (text("step0.json", "["), "dump", "no dump that is known"),
-    "msprobe step": (
-        lambda p: (msprobe(named("a.pt"))(p), os.rename(p / "step0", p / "step999999999")),
-        "dump",
-        "step 0 is missing",
-    ),
+    "msprobe step": (renamed("step0", "step999999999"), "dump", "step 0 is missing"),
     "msprobe rank": (
-        lambda p: (
-            msprobe(named("a.pt"))(p),
-            os.rename(p / "step0/rank0", p / f"step0/rank{'9' * 200}"),
-        ),
+        renamed("step0/rank0", f"step0/rank{'9' * 200}"),
         "dump",
         "rank 0 is missing",
     ),
@@ -388,45 +390,13 @@ FOLDERS = {
     "lines length": (rollout(response_length=-(2**70)), "r.jsonl, line 1", "of 6 tokens"),
     "lines nul": (text("r.jsonl", bytes(999)), "r.jsonl, line 1", "no JSON"),
     "top wide": (
-        text(
-            "r.jsonl",
-            json.dumps(
-                {
-                    "prompt_ids": [],
-                    "completion_ids": [1] * 5000,
-                    "logprobs": [-1] * 5000,
-                    "top_logprobs": [[[1, -1]] * 5000, *[[]] * 4999],
-                }
-            ),
-        ),
+        likeliest(5000, [[[1, -1]] * 5000, *[[]] * 4999]),
         "r.jsonl, line 1",
         "likeliest ones",
     ),
-    "top endless": (
-        text(
-            "r.jsonl",
-            json.dumps(
-                {
-                    "prompt_ids": [],
-                    "completion_ids": [1],
-                    "logprobs": [-1],
-                    "top_logprobs": [{"1": float("nan")} | {"2": 1e999}],
-                }
-            ),
-        ),
-        "r.jsonl, line 1",
-        "log-prob",
-    ),
-    "lm-eval numbers": (
-        text("s.jsonl", json.dumps(SAMPLE | {"resps": [[[10**400, "x"]]]})),
-        "s.jsonl, line 1",
-        "writes it",
-    ),
-    "lm-eval requests": (
-        text("s.jsonl", json.dumps(SAMPLE | {"arguments": 7})),
-        "s.jsonl, line 1",
-        "not of one length",
-    ),
+    "top endless": (likeliest(1, [{"1": math.nan, "2": 1e999}]), "r.jsonl, line 1", "log-prob"),
+    "lm-eval numbers": (sampled(resps=[[[10**400, "x"]]]), "s.jsonl, line 1", "writes it"),
+    "lm-eval requests": (sampled(arguments=7), "s.jsonl, line 1", "not of one length"),
     "kld holes": (kld(1 << 22, 1 << 22, 9999, size=40 << 30), "base.kld", "unpacked"),
     "kld negative": (kld(512, -5, -5), "base.kld", "a context of 512"),
     "kld large": (kld(1 << 22, 1 << 22, 2**31 - 1), "base.kld", "cut off"),

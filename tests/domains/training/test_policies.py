@@ -26,53 +26,37 @@ def dtypes(compute, reduce, accumulate, **more):
     return {"dtype": compute, "reduce_dtype": reduce, "accumulate_dtype": accumulate} | more
 
 
+def stage(number, **config):
+    return {"zero_optimization": {"stage": number}} | config
+
+
+ON = {"enabled": True}
+WIDE = dtypes("bfloat16", "float32", "float32", main_weights=True)
+NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
+BRAIN = dtypes("bfloat16", "bfloat16", "bfloat16", main_weights=True)
+HALF = dtypes("float16", "float16", "float16", main_weights=True)
+
+
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        ({"train_batch_size": 8}, dtypes("float32", "float32", "float32")),
+        ({"train_batch_size": 8}, dtypes(*["float32"] * 3)),
+        (stage(0, bf16=ON), {**BRAIN, "accumulate_dtype": "float32"}),
+        (stage(3, bf16=ON), BRAIN),
         (
-            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-            dtypes("bfloat16", "bfloat16", "float32", main_weights=True),
+            stage(2, bfloat16=ON, communication_data_type="fp32", gradient_clipping=1.0)
+            | {"data_types": {"grad_accum_dtype": "fp32"}},
+            {**WIDE, "clip_grad_norm": 1.0},
         ),
         (
-            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}},
-            dtypes("bfloat16", "bfloat16", "bfloat16", main_weights=True),
-        ),
-        (
-            {
-                "bfloat16": {"enabled": True},
-                "communication_data_type": "fp32",
-                "zero_optimization": {"stage": 2},
-                "data_types": {"grad_accum_dtype": "fp32"},
-                "gradient_clipping": 1.0,
-            },
-            dtypes("bfloat16", "float32", "float32", main_weights=True, clip_grad_norm=1.0),
-        ),
-        (
-            {
-                "bf16": {
-                    "enabled": True,
-                    "bf16_master_weights_and_grads": True,
-                    "bf16_optimizer_states": True,
-                },
-                "zero_optimization": {"stage": 3},
-            },
-            dtypes(
-                "bfloat16", "bfloat16", "bfloat16", main_weights=False, moments_dtype="bfloat16"
+            stage(
+                3, bf16=ON | {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
             ),
+            {**BRAIN, "main_weights": False, "moments_dtype": "bfloat16"},
         ),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 1024}},
-            dtypes("float16", "float16", "float16", main_weights=True, loss_scale=1024.0),
-        ),
-        (
-            {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
-            dtypes("float16", "float16", "float16", main_weights=True),
-        ),
-        (
-            {"train_batch_size": 8, "gradient_clipping": "auto"},
-            dtypes("float32", "float32", "float32"),
-        ),
+        ({"fp16": ON | {"loss_scale": 1024}}, {**HALF, "loss_scale": 1024.0}),
+        ({"fp16": ON | {"loss_scale": 0, "initial_scale_power": 16}}, HALF),
+        ({"train_batch_size": 8, "gradient_clipping": "auto"}, dtypes(*["float32"] * 3)),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
             {"dtype": "float32", "autocast": "bfloat16", "accumulate_dtype": "float32"},
@@ -104,10 +88,6 @@ def test_a_configuration_that_decides_nothing_is_refused(config, words, tmp_path
         deepspeed(tmp_path, **config)
 
 
-WIDE = dtypes("bfloat16", "float32", "float32", main_weights=True)
-NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
-
-
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -116,14 +96,7 @@ NARROW = {**WIDE, "reduce_dtype": "bfloat16", "accumulate_dtype": "bfloat16"}
         ("--bf16\n--main-grads-dtype bf16", NARROW),
         (
             "--fp16 --loss-scale 4096 --clip-grad 1.0",
-            dtypes(
-                "float16",
-                "float16",
-                "float16",
-                main_weights=True,
-                loss_scale=4096.0,
-                clip_grad_norm=1.0,
-            ),
+            {**HALF, "loss_scale": 4096.0, "clip_grad_norm": 1.0},
         ),
         ("--fp16 --accumulate-allreduce-grads-in-fp32", {**WIDE, "dtype": "float16"}),
         (

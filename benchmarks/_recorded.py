@@ -33,9 +33,9 @@ from divergence.comparison.measure.pairs import Measuring, hangs_on_few, measure
 from divergence.comparison.measure.rating import PairNumbers
 from divergence.comparison.result import LogitsDiff, Report
 from divergence.numerics.arrays import as_array, joined
-from divergence.numerics.pairs import AgainstTruth
+from divergence.numerics.pairs import AgainstTruth, PairMetrics, RowMetrics
 from divergence.numerics.summary import Summary
-from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import Estimate
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Call, Operand, Place, Record, Sketch

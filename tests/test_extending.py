@@ -1,16 +1,19 @@
-"""docs/extending.md: the example is built as it stands there, and works."""
+"""docs/extending.md: the examples are built as they stand there, and work."""
 
 import importlib.metadata
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from divergence import BatchOptions, capture, compare, domain
+from divergence import BatchOptions, capture, compare, domain, import_dump
 from divergence.cli.main import app
+from divergence.errors import DumpError
 from divergence.layout import Line
 from divergence.recording import plant
 from divergence.report.summary import report_lines
@@ -143,3 +146,29 @@ def test_one_that_fails_takes_nothing_away(example, runs, tmp_path, text, fault,
     (note,) = [item.text for item in report.remarks if "token_norms" in item.text]
     assert "the package token_norms failed and is left out" in note
     assert said in note
+
+
+def test_the_format_of_the_page_reads_a_dump(runs, tmp_path, monkeypatch):
+    """Each tensor stands at the site of the run that was dumped; a broken index is one error."""
+    text = (DOCS / "extending.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^## A format that .*?^```python\n(.*?)^```", text, re.M | re.S)
+    # in the place of a format that is there: what FORMATS names is no door
+    module = types.ModuleType("divergence.domains.importing.layouts.logits")
+    exec(f"{code}\nEDGE = INDEXED", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    dump, index, tensors = tmp_path / "dump", [], {}
+    dump.mkdir()
+    for record in runs[0].records:
+        path, _, port = record.site.partition(":")
+        if (record.pass_, port) == ("free", "out") and path.startswith("model.layers."):
+            name, tensors[record.site] = f"{len(index)}.npy", runs[0].read(record).float()
+            np.save(dump / name, tensors[record.site][0].numpy())
+            index.append({"file": name, "module": path, "step": record.step})
+    (dump / "index.json").write_text(json.dumps(index))
+    made = import_dump(dump, out=tmp_path / "made", layout="tensorrt-edge", like=runs[0])
+    assert {record.site: made.read(record).tolist() for record in made.records} == {
+        site: tensor.tolist() for site, tensor in tensors.items()
+    }
+    (dump / "index.json").write_text(json.dumps([{"file": "0.npy"}]))
+    with pytest.raises(DumpError, match="KeyError: 'module'"):
+        import_dump(dump, out=tmp_path / "again", layout="tensorrt-edge", like=runs[0])

@@ -41,8 +41,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from divergence.numerics.arrays import as_array, wide
+from divergence.numerics.pairs import PairMetrics, RowMetrics
 from divergence.numerics.sketches import Projections, SumDtype, resolution
-from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import SINK_FACTOR, Estimate
 
 if TYPE_CHECKING:
     from divergence.numerics.arrays import Tensor

@@ -20,8 +20,6 @@ from divergence.numerics.sums import (
     TOP_LOW,
     Grid,
     Kernel,
-    PairMetrics,
-    RowMetrics,
     Rows,
     Sums,
     add_row_sums,
@@ -68,6 +66,107 @@ ANGLE_SAFE = 0.5
 """Below this share of ‖d‖² at right angles to a, S = E - P²/A has lost a bit: sum it itself."""
 
 
+class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
+    """Per row t (leading dims flattened), float64, each of shape (rows,)."""
+
+    rel_l2: np.ndarray
+    """‖d_t‖/‖a_t‖; nan where the row is masked or has no element finite on both sides."""
+    diff: np.ndarray
+    """‖d_t‖, which is known where ‖a_t‖ is 0."""
+    norm: np.ndarray
+    """‖a_t‖."""
+    update_norm: np.ndarray | None
+    """‖a_t - base_t‖; None without base."""
+    nonfinite: np.ndarray | None = None
+    """0 where all of an unmasked row is finite, 1 where both sides agree at each nan and inf, 2
+    where they do not; None where no row has any."""
+
+
+class PairMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
+
+    compare's SiteResult says what each is of those that it takes over, which are those of the
+    same name. Beyond that: cosine is 1 where both are zero, 0 where one is; one_minus_cosine: see
+    above. max_abs_index: of equal ones the first, row-major. gain = -P/A; gain_se =
+    sqrt((Q - P²/n) n/(n-1)) / A is that of a sum of n independent products a·d: it stays honest
+    where the error is proportional to |a| (rounding) or one channel dominates; inf for n < 2.
+    ulp_*: numerics.ulp.UlpCounts. token_rel_l2_p99: inverted cdf; worst_row: the first row with
+    the max (in the leading dims, flattened; None without rows). channel_rel_l2_max: a channel
+    weaker than one rounding of the typical channel cannot be measured against itself (the ulp
+    mask's rule, per channel). update_norm = ‖a - base‖; None without base.
+    reference_nan ... candidate_inf: counts in the unmasked rows. Of the infinities ``*_neginf``
+    are those below; nonfinite_differ: places where the sides do not agree in kind or sign,
+    ``*_alone`` those of them where the other side is finite, mask_alike those where -inf stands
+    against a finite value that means the same in a mask (``NEVER``). identical: same
+    dtype, shape and bytes, masked or not.
+    numel: elements of the unmasked rows; num_finite: those of them that were measured.
+    What is estimated from sketches (numerics.estimate) leaves None what needs elements.
+    Complex tensors are measured as their components; max_abs is a component's, the values
+    there too, and a channel is a complex one.
+    """
+
+    identical: bool
+    numel: int
+    num_finite: int
+    num_rows: int
+    num_masked: int = 0
+    rel_l2: float | None = None
+    cosine: float | None = None
+    one_minus_cosine: float | None = None
+    sqnr_db: float | None = None
+    max_abs: float | None = None
+    max_abs_index: tuple[int, ...] | None = None
+    max_abs_reference: float | None = None
+    max_abs_candidate: float | None = None
+    reference_norm: float | None = None
+    candidate_norm: float | None = None
+    gain: float | None = None
+    gain_se: float | None = None
+    ulp_format: str | None = None
+    ulp_share_over_1: float | None = None
+    ulp_p99: float | None = None
+    ulp_max: float | None = None
+    token_rel_l2_median: float | None = None
+    token_rel_l2_p99: float | None = None
+    token_rel_l2_max: float | None = None
+    worst_row: int | None = None
+    channel_rel_l2_max: float | None = None
+    worst_channel: int | None = None
+    update_rel_l2: float | None = None
+    update_norm: float | None = None
+    num_sink_tokens: int = 0
+    rel_l2_without_sinks: float | None = None
+    pad_rel_l2: float | None = None
+    reference_nan: int = 0
+    reference_inf: int = 0
+    candidate_nan: int = 0
+    candidate_inf: int = 0
+    reference_neginf: int = 0
+    candidate_neginf: int = 0
+    nonfinite_differ: int = 0
+    reference_alone: int = 0
+    candidate_alone: int = 0
+    mask_alike: int = 0
+
+
+EQUAL: dict[str, float] = {
+    "rel_l2": 0.0,
+    "cosine": 1.0,
+    "one_minus_cosine": 0.0,
+    "sqnr_db": math.inf,
+    "max_abs": 0.0,
+    "gain": 0.0,
+    "gain_se": 0.0,
+    "token_rel_l2_median": 0.0,
+    "token_rel_l2_p99": 0.0,
+    "token_rel_l2_max": 0.0,
+    "channel_rel_l2_max": 0.0,
+}
+"""The metrics of two tensors with the same bits, which nothing measures."""
+NO_ULP = dict.fromkeys(("ulp_share_over_1", "ulp_p99", "ulp_max"), 0.0)
+"""Beside them, of floats."""
+
+
 def measure_pair(
     a: Tensor,
     b: Tensor,
@@ -108,9 +207,6 @@ def narrower(a: Format, b: Format) -> Format | None:
     if not (is_float(a) and is_float(b)):
         return None
     return min(a, b, key=lambda form: (form.itemsize, form.mantissa_bits))
-
-
-_ULP = ("ulp_share_over_1", "ulp_p99", "ulp_max")
 
 
 class _Pair:
@@ -323,7 +419,7 @@ class _Pair:
         if form is None:
             return {}
         if sums.max_at < 0 or not sums.num_finite:
-            return dict.fromkeys(_ULP, 0.0) | {"ulp_format": form.name}
+            return {**NO_ULP, "ulp_format": form.name}
         counts = count_ulp(
             self.a,
             self.b,

@@ -76,28 +76,6 @@ def set_device(device: torch.device | None) -> None:
         module.set_device(module.current_device())
 
 
-# What is known of a pair of tensors after measuring it: one frozen record, no methods.
-#
-# The field names are those of compare's SiteResult. How each is computed:
-# divergence.numerics.pairs.
-
-
-class RowMetrics(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """Per row t (leading dims flattened), float64, each of shape (rows,)."""
-
-    rel_l2: np.ndarray
-    """‖d_t‖/‖a_t‖; nan where the row is masked or has no element finite on both sides."""
-    diff: np.ndarray
-    """‖d_t‖, which is known where ‖a_t‖ is 0."""
-    norm: np.ndarray
-    """‖a_t‖."""
-    update_norm: np.ndarray | None
-    """‖a_t - base_t‖; None without base."""
-    nonfinite: np.ndarray | None = None
-    """0 where all of an unmasked row is finite, 1 where both sides agree at each nan and inf, 2
-    where they do not; None where no row has any."""
-
-
 class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Says how well a difference is known that was estimated from sketches.
 
@@ -113,79 +91,6 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_projections: int
     num_values: int
     resolution: float
-
-
-class PairMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
-
-    rel_l2 = ‖d‖/‖a‖. cosine = a·b/(‖a‖‖b‖), 1 where both are zero, 0 where one is;
-    one_minus_cosine: see numerics.pairs. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
-    max_abs = max|d| in the tensors' unit; its index (None where d = 0; row-major first) and
-    both values there. gain = b·a/‖a‖² - 1 = -P/A; gain_se = sqrt((Q - P²/n) n/(n-1)) / A,
-    the standard error of a sum of n independent products a·d: it stays honest where the
-    error is proportional to |a| (rounding) or one channel dominates; inf for n < 2.
-    ulp_*: numerics.ulp.UlpCounts, in ulp of ulp_format; None where neither is a float.
-    token_rel_l2_*: median, 99th percentile (inverted cdf), max over rows of ‖d_t‖/‖a_t‖ and
-    the first row with the max (in the leading dims, flattened; None without rows).
-    channel_rel_l2_max = max over c of ‖d_c‖ / max(‖a_c‖, u·‖a‖/sqrt(C)), u the unit roundoff of
-    the narrower format: a channel weaker than one rounding of the typical channel cannot be
-    measured against itself (the ulp mask's rule, per channel).
-    update_rel_l2 = ‖d‖/‖a - base‖, update_norm = ‖a - base‖; None without base.
-    Sinks: rows with ‖a_t‖ > 10 · median; rel_l2_without_sinks is None where there are none.
-    pad_rel_l2: rel_l2 of the masked rows alone, None where none is masked (num_masked: rows).
-    reference_nan ... candidate_inf: counts in the unmasked rows. Of the infinities ``*_neginf``
-    are those below; nonfinite_differ: places where the sides do not agree in kind or sign,
-    ``*_alone`` those of them where the other side is finite, mask_alike those where -inf stands
-    against a finite value that means the same in a mask (``NEVER``). identical: same
-    dtype, shape and bytes, masked or not.
-    numel: elements of the unmasked rows; num_finite: those of them that were measured.
-    What is estimated from sketches (numerics.estimate) leaves None what needs elements.
-    Complex tensors are measured as their components; max_abs is a component's, the values
-    there too, and a channel is a complex one.
-    """
-
-    identical: bool
-    numel: int
-    num_finite: int
-    num_rows: int
-    num_masked: int = 0
-    rel_l2: float | None = None
-    cosine: float | None = None
-    one_minus_cosine: float | None = None
-    sqnr_db: float | None = None
-    max_abs: float | None = None
-    max_abs_index: tuple[int, ...] | None = None
-    max_abs_reference: float | None = None
-    max_abs_candidate: float | None = None
-    reference_norm: float | None = None
-    candidate_norm: float | None = None
-    gain: float | None = None
-    gain_se: float | None = None
-    ulp_format: str | None = None
-    ulp_share_over_1: float | None = None
-    ulp_p99: float | None = None
-    ulp_max: float | None = None
-    token_rel_l2_median: float | None = None
-    token_rel_l2_p99: float | None = None
-    token_rel_l2_max: float | None = None
-    worst_row: int | None = None
-    channel_rel_l2_max: float | None = None
-    worst_channel: int | None = None
-    update_rel_l2: float | None = None
-    update_norm: float | None = None
-    num_sink_tokens: int = 0
-    rel_l2_without_sinks: float | None = None
-    pad_rel_l2: float | None = None
-    reference_nan: int = 0
-    reference_inf: int = 0
-    candidate_nan: int = 0
-    candidate_inf: int = 0
-    reference_neginf: int = 0
-    candidate_neginf: int = 0
-    nonfinite_differ: int = 0
-    reference_alone: int = 0
-    candidate_alone: int = 0
-    mask_alike: int = 0
 
 
 # A tensor as a grid of rows, read in blocks that stay in cache and hold exact floats.

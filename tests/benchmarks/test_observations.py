@@ -20,7 +20,7 @@ from benchmarks._observed import logarithm, of_logarithm
 from benchmarks._recorded import COARSE, EXACT, Columns, Objects, load
 from benchmarks._taken import Line, Store, Taking, read_columns
 from divergence import capture, compare
-from divergence.numerics.sums import RowMetrics
+from divergence.numerics.pairs import RowMetrics
 
 PROMPTS = ("The quick brown fox jumps over the lazy dog.", "2 + 2 = 4")
 

@@ -33,9 +33,17 @@ from divergence.numerics.floor import (
     norm_floor,
 )
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.pairs import AgainstTruth, measure_pair, with_rounding
+from divergence.numerics.pairs import (
+    EQUAL,
+    NO_ULP,
+    AgainstTruth,
+    PairMetrics,
+    RowMetrics,
+    measure_pair,
+    with_rounding,
+)
 from divergence.numerics.summary import Summary
-from divergence.numerics.sums import SINK_FACTOR, Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import SINK_FACTOR, Estimate
 from divergence.run.contents import num_labels
 from divergence.run.manifest import Manifest
 from divergence.run.reader import COLUMNS, Run
@@ -774,9 +782,10 @@ class Rater:
                 array = self._reference.array(record)
                 metrics, rows = measure_pair(array, array, row_mask=mask)
                 nonfinite = nonfinite_of(metrics, rows, self._pieces, pair.reference, record.shape)
-        zero, prompts = None, []
+        zero, prompts, figures = None, [], dict[str, Any](EQUAL)
         if format_named(record.dtype).kind == "float":
             zero = 0.0
+            figures |= {**NO_ULP, "ulp_format": record.dtype}
             members = self._pieces.members(pair.reference, record.shape)
             num_rows = max(1, record.numel // max(1, _last(record.shape))) // max(1, len(members))
             prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=num_rows) for n in members]
@@ -785,23 +794,9 @@ class Rater:
             shape=record.shape,
             identical=True,
             numel=record.numel,
-            rel_l2=0.0,
-            cosine=1.0,
-            one_minus_cosine=0.0,
-            sqnr_db=math.inf,
-            max_abs=0.0,
             reference_norm=norm,
             candidate_norm=norm,
-            gain=0.0,
-            gain_se=0.0,
-            ulp_format=None if zero is None else record.dtype,
-            ulp_share_over_1=zero,
-            ulp_p99=zero,
-            ulp_max=zero,
-            token_rel_l2_median=0.0,
-            token_rel_l2_p99=0.0,
-            token_rel_l2_max=0.0,
-            channel_rel_l2_max=0.0,
+            **figures,
             nonfinite=nonfinite,
             truth=truth,
             num_rerouted=0 if self._routing.is_known(pair) else None,

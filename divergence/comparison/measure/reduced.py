@@ -21,6 +21,7 @@ from divergence.numerics.arrays import as_tensor
 from divergence.numerics.estimate import estimate_pair
 from divergence.numerics.floor import norm_floor
 from divergence.numerics.formats import format_named
+from divergence.numerics.pairs import PairMetrics, RowMetrics
 from divergence.numerics.sketches import (
     Projections,
     SumDtype,
@@ -29,7 +30,7 @@ from divergence.numerics.sketches import (
     rows_of,
     sketch_tensor,
 )
-from divergence.numerics.sums import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sums import Estimate
 from divergence.run.contents import Digests
 from divergence.run.manifest import digest_array
 from divergence.run.reader import Run

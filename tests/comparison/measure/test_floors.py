@@ -7,7 +7,7 @@ import pytest
 
 from divergence.comparison.measure.rating import ratios_of, small_rows
 from divergence.numerics.formats import format_named
-from divergence.numerics.sums import RowMetrics
+from divergence.numerics.pairs import RowMetrics
 
 BF16 = format_named("bfloat16")
 WIDTH = 16

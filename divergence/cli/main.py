@@ -16,6 +16,7 @@ import shutil
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -212,7 +213,9 @@ class _Group(TyperGroup):
         """Prints an error of a command; returns what to raise for its exit code."""
         # a library may have made an error of an interruption
         if interrupted() or isinstance(error, KeyboardInterrupt | EOFError | typer.Abort):
-            _say("interrupted")
+            left = [str(item) for item in error.args if isinstance(item, Path) and item.exists()]
+            so_far = f"; what was recorded so far is in {' and '.join(left)}" if left else ""
+            _say(f"interrupted{so_far}")
             return typer.Exit(stop_code())
         if spent := exhausted(error):
             if not ctx.meta.get(VERBOSE):

@@ -65,7 +65,7 @@ from divergence.comparison.result import (
     summary_of,
 )
 from divergence.domain import hook_places, placed
-from divergence.errors import IncomparableError, UsageError
+from divergence.errors import IncomparableError, RunFormatError, UsageError
 from divergence.facts import fact, sentence, with_sentences
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.numerics.formats import format_named
@@ -142,7 +142,7 @@ def compare(
             layers=[opened(run) for run in one_or_more(layers)],
             progress=progress,
         )
-        return _one_run_report(report, a)
+        return _one_run_report(report, a, b)
     if layers:
         raise UsageError(
             "--layers stands in for log-probabilities alone, and both runs hold layers"
@@ -211,7 +211,7 @@ def compare(
         note = fact("truth_judges_two") if truths[0] else ""
         judged = command("compare", *pair, truth=judge, note=note)
         report = replaced(report, verdict=replaced(report.verdict, commands=[judged]))
-    return _one_run_report(_named_alike(report, name_map), a)
+    return _one_run_report(_named_alike(report, name_map), a, b)
 
 
 def _named_alike(report: Report, name_map: str | Path | None) -> Report:
@@ -395,10 +395,15 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     )
 
 
-def _one_run_report(report: Report, a: Run) -> Report:
-    """The report, where both runs are one: equal bits prove nothing then."""
+def _one_run_report(report: Report, a: Run, b: Run) -> Report:
+    """The report, where both runs are one: equal bits prove nothing then, and what digests spared
+    is read, for a copy may be damaged. Raises RunFormatError."""
     if report.reference.id != report.candidate.id:
         return report
+    for run in (a, b) if a.path != b.path else ():
+        if problems := run.verify():
+            hint = "copy it again, or capture again"
+            raise RunFormatError(problems[0], where=str(run.path), hint=hint)
     differ = any(replica.num_different for replica in report.replicas)
     ranks = a.manifest.num_ranks if a.manifest.model.task == "operators" else 1
     again = command("capture", like=a.path, o="NEW", ranks=ranks if ranks > 1 else None)

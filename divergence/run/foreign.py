@@ -83,12 +83,22 @@ class DumpFolder:
             yield line
 
     def objects(self, *endings: str) -> Iterator[tuple[Any, str]]:
-        """The JSON value of each line that is not blank, and where it stands, of all files that
-        have one of these endings. Raises DumpError."""
+        """The JSON value of each line that is not blank, or of each entry of a ``.json`` that is
+        one list, and where it stands, of all files that have one of these endings. Raises
+        DumpError."""
         for name in self.names:
             if name.endswith(endings):
-                for number, item in self.rows(name):
-                    yield item, f"{self.where(name)}, line {number}"
+                is_list = self.is_list(name)
+                rows = enumerate(self.json(name)) if is_list else self.rows(name)
+                for number, item in rows:
+                    yield item, f"{self.where(name)}, {'entry' if is_list else 'line'} {number}"
+
+    def is_list(self, name: str) -> bool:
+        """Is a file one JSON list, and not JSON lines?"""
+        if not name.endswith(".json"):
+            return False
+        with self.regular(name).open("rb") as file:
+            return file.read(64).lstrip().startswith(b"[")
 
     def rows(self, name: str) -> Iterator[tuple[int, Any]]:
         """Each line's number and JSON value, of one file. Raises DumpError."""

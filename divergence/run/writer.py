@@ -430,7 +430,9 @@ class RunWriter:
         if error is None:
             self.close(complete=True)
             return
-        stopped_by = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        stopped_by = str(error)
+        if isinstance(error, KeyboardInterrupt):
+            stopped_by, error.args = "interrupted", (*error.args, self.path)
         with contextlib.suppress(RunWriteError):  # the first error is the one to report
             self.close(
                 complete=False,

@@ -69,6 +69,10 @@ def test_a_run_compared_with_itself_proves_nothing(run, tmp_path):
         assert (report.verdict.kind, report.verdict.confidence) == ("undetermined", "low")
         assert "proves nothing" in report.verdict.summary
         assert run().manifest.id in report.verdict.evidence[0].text
+    shard = next((tmp_path / "copy/tensors").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    with pytest.raises(RunFormatError, match="wrong checksum"):
+        compare(run().path, tmp_path / "copy")
 
 
 def test_sites_without_a_partner_are_counted_and_no_pass(run, replay):

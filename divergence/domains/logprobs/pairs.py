@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -359,6 +359,11 @@ def _other_prompts(
     if len(samples[0]) != len(samples[1]):
         yield ([sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples],)
         return
+    asked, other = ([tuple(s.prompt_ids) or s.text for s in side] for side in samples)
+    if asked != other and Counter(asked) == Counter(other):
+        moved = next(number for number, prompt in enumerate(asked) if prompt != other[number])
+        place = other.index(asked[moved])
+        yield ["-", "-"], fact("logprobs.other_order", sample=moved, place=place)
     for pair in pairs:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):

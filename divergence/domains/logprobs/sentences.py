@@ -268,6 +268,10 @@ SENTENCES = {
     "num_prompts": "{num_prompts} prompts",
     "num_tokens": "{num_tokens} tokens",
     "only_number": "their number",
+    "other_order": (
+        "the same prompts, in another order: A's prompt {sample} is B's prompt {place}; write both "
+        "in one order"
+    ),
     "other_text": "prompt {sample} is another text",
     "other_length": (
         "prompt {sample} had {reference} tokens in A, {candidate} in B: another chat template or "

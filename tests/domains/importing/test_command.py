@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from divergence import import_dump
+from divergence import Run, import_dump
 from divergence.cli.main import app
 from divergence.errors import DumpError, UsageError
+from divergence.run.writer import RunWriter
 from tests.domains.importing.writers import write_npy, write_sglang
 
 
@@ -39,6 +40,19 @@ def test_each_format_has_a_layout_and_a_row_of_the_page(tmp_path):
         assert any(f"`{name}`" in row for row in rows), name
         with pytest.raises(DumpError, match="this is no dump of"):
             import_dump(tmp_path / "dump", out=tmp_path / "a", layout=name)
+
+
+def test_what_ctrl_c_leaves_is_named(tmp_path, call, monkeypatch):
+    """The run is there, as far as it came."""
+
+    def stop(*_, **more):
+        raise KeyboardInterrupt
+
+    (tmp_path / "r.jsonl").write_text('{"completion_ids": [1], "logprobs": [-1.0]}')
+    monkeypatch.setattr(RunWriter, "put", stop)
+    code, _, err = call("import", "r.jsonl", "-o", "a")
+    assert (code, err) == (130, "interrupted; what was recorded so far is in a\n")
+    assert Run.open("a").manifest.stopped_by == "interrupted"
 
 
 def test_import_and_compare(captured, tmp_path, call):

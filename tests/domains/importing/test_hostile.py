@@ -342,7 +342,7 @@ FOLDERS = {
     "msprobe list": (msprobe({}, data=[]), "dump.json", "no dump.json"),
     "msprobe null": (msprobe({}, data=None), "dump.json", "no dump.json"),
     "msprobe params": (msprobe({"parameters": 7}), "dump.json", "as msprobe writes it"),
-    "msprobe deep": (text("step0.json", "["), "dump", "no dump that is known"),
+    "msprobe deep": (text("step0.json", "["), "dump/step0.json", "it is no JSON"),
     "msprobe step": (renamed("step0", "step999999999"), "dump", "step 0 is missing"),
     "msprobe rank": (
         renamed("step0/rank0", f"step0/rank{'9' * 200}"),

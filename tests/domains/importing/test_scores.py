@@ -73,6 +73,29 @@ def test_each_frameworks_fields(name, tmp_path):
     assert metrics["k1"] == pytest.approx(expected, abs=1e-9)
 
 
+def test_one_list_is_read_as_lines_are(tmp_path):
+    """json.dump of all answers, and what is wrong in one of them is said with its place."""
+    write(tmp_path / "r.jsonl", *[LINES["TRL"]] * 2)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps([LINES["TRL"]] * 2, indent=1))
+    runs = [import_dump(tmp_path / f"r.{form}", out=tmp_path / form) for form in ("jsonl", "json")]
+    assert compare(*runs).verdict.kind == "identical"
+    path.write_text(json.dumps([LINES["TRL"], {"completion_ids": [-1]}]))
+    with pytest.raises(DumpError) as told:
+        import_dump(path, out=tmp_path / "bad")
+    assert str(told.value.where).endswith("r.json, entry 1")
+
+
+def test_another_order_is_said(tmp_path):
+    """The same prompts, shuffled: neither another template nor another tokenizer."""
+    lines = [LINES["TRL"] | {"prompt_ids": [*PROMPT, n]} for n in range(3)]
+    for name, some in (("a", lines), ("b", lines[::-1])):
+        import_dump(write(tmp_path / f"{name}.jsonl", *some), out=tmp_path / name)
+    verdict = compare(tmp_path / "a", tmp_path / "b").verdict
+    assert verdict.kind == "incomparable"
+    assert "in another order: A's prompt 0 is B's prompt 2" in verdict.summary
+
+
 def test_what_the_mask_leaves_out_is_not_scored(tmp_path):
     """A tool's output in the middle of an answer stays text, and has no log-probability."""
     line = LINES["slime"] | {"loss_mask": [1, 0, 1]}

@@ -1,7 +1,7 @@
-"""Rollouts of reinforcement learning as JSON lines, or as ``torch.save`` wrote them (slime's
-``--save-debug-rollout-data`` and ``--save-debug-train-data``; a batch of tensors by name, as verl's
-fields), whose pickle is read without running it: what the engine that sampled them said of their
-tokens, or what the trainer said of the same tokens.
+"""Rollouts of reinforcement learning as JSON lines or one JSON list, or as ``torch.save`` wrote
+them (slime's ``--save-debug-rollout-data`` and ``--save-debug-train-data``; a batch of tensors by
+name, as verl's fields), whose pickle is read without running it: what the engine that sampled them
+said of their tokens, or what the trainer said of the same tokens.
 
 One file often holds both, side by side; each is a run of its own (``--format rollouts`` and
 ``--format trainer``). The fields by which a framework is known stand in DIALECTS; docs/rl.md has
@@ -92,10 +92,14 @@ DIALECTS = (
 
 
 def recognise(folder: DumpFolder) -> bool:
-    if any(name.endswith(LINES) for name in folder.names):
+    if any(name.endswith(LINES) for name in folder.names) or _is_lists(folder):
         return True
     names = [name for name in folder.names if name.endswith(".pt")]
     return bool(names) and _samples(folder.value(names[0])) is not None
+
+
+def _is_lists(folder: DumpFolder) -> bool:
+    return all(map(folder.is_list, folder.names))
 
 
 def _samples(value: Any) -> list[Any] | None:
@@ -116,7 +120,7 @@ def _is_column(value: Any) -> bool:
 
 
 def _items(folder: DumpFolder) -> Iterator[tuple[Any, str]]:
-    yield from folder.objects(*LINES)
+    yield from folder.objects(*LINES, *[".json"] * _is_lists(folder))
     for name in folder.names:
         if not name.endswith(".pt"):
             continue

@@ -279,7 +279,9 @@ def measure_runs(
     measured = replace(measured, operators=numbers_of("operators", measured))
     if not alignment.pairs and measured.operators is None:
         reason = why_nothing(alignment)
-        hints = ["--map FILE, if they mean the same"] * (reason.code == "align.first_sites")
+        again = command("capture", like=a.path, o="NEW", note="records what A does").text
+        hints = [again] if a.manifest.can_be_repeated else []
+        hints += ["--map FILE, if they mean the same"] * (reason.code == "align.first_sites")
         if any(line.status == "blocking" for line in lines):
             again = command("compare", a.path, b.path).text
             hints.append(f"{again} says what stops the comparison, and what to run")

@@ -96,7 +96,9 @@ def bless(
             f"{run.path} cannot become a golden: it holds an anchored pass alone",
             hint=command_line("capture", like=run.path, o="NEW"),
         )
-    made: dict[str, Any] = {}
+    samples, made = run.manifest.tokens.samples, dict[str, Any]()
+    if any(sample.chosen_ids not in ([], sample.generated_ids) for sample in samples):
+        made["forced_by"] = run.manifest.tokens.forced_by
 
     def ask(num_bytes: int) -> None:
         made["num_bytes"] = num_bytes

@@ -95,6 +95,8 @@ class Blessing(msgspec.Struct, frozen=True, kw_only=True):
     """Where the old golden was kept; None if there was none, or if it was not to be kept."""
     num_bytes: int | None = None
     """Of the new golden, as it is stored."""
+    forced_by: str | None = None
+    """The run whose tokens the new golden was fed where its model would choose others."""
     replaced_bytes: int | None = None
     """Of the old one; None if there was none."""
     replaced_created: str | None = None

@@ -90,8 +90,11 @@ def blessing_documents(blessing: Blessing, *, asked: bool = False) -> list[Docum
     stored = "" if blessing.num_bytes is None else f", {size(blessing.num_bytes)}"
     text = f"{blessing.golden} {becomes}{stored}"
     facts = []
+    if blessing.forced_by is not None:
+        whose = f"those of run {blessing.forced_by}, where this model would choose others"
+        facts.append(named("tokens", whose))
     if blessing.verdict is None and blessing.reason is None:
-        return [Document(headline=Headline(word, f"{text}; there was none before", style))]
+        return [Document(headline=Headline(word, f"{text}; there was none before", style, facts))]
     if blessing.replaced_bytes is not None:
         captured = blessing.replaced_created
         when = "" if captured is None else f", of a run captured {captured[:16].replace('T', ' ')}"

@@ -94,8 +94,9 @@ def test_sites_without_a_partner_are_counted_and_no_pass(run, replay):
 def test_nothing_in_common_is_an_error(run):
     """Comparing nothing is never a pass."""
     one, two = run(sites=["lm_head:out"]), run(sites=["model.embed_tokens:out"])
-    with pytest.raises(IncomparableError, match="nothing was compared"):
+    with pytest.raises(IncomparableError, match="nothing was compared") as told:
         compare(one, two)
+    assert told.value.hint[0].startswith(f"divergence capture --like {one.path} -o NEW")
 
 
 def test_a_base_model_is_matched_with_its_causal_lm(run):

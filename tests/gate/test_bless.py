@@ -40,6 +40,18 @@ def test_a_golden_has_no_anchored_pass(runs, bless, tmp_path, name):
     assert check(kept, runs / "full").passed
 
 
+def test_tokens_of_another_run_are_said(runs, invoke, tmp_path):
+    """A run that was made like another one was fed its tokens, which need not be its own choice."""
+    shutil.copytree(runs / "anchored", tmp_path / "run")
+    path = tmp_path / "run/manifest.json"
+    manifest = json.loads(path.read_text())
+    for number, run in enumerate(("a", "b")):
+        manifest["tokens"]["samples"][0]["chosen_ids"][0] += number
+        path.write_text(json.dumps(manifest))
+        out = " ".join(invoke("check", tmp_path / run, tmp_path / "run", "--bless")[1].split())
+        assert ("where this model would choose others" in out) == bool(number)
+
+
 def test_a_sketch_of_one_prompt_is_small(runs, bless, tmp_path):
     """Small enough for git, and a run is checked against it."""
     blessing = bless(tmp_path / "golden.zip", runs / "sketch")

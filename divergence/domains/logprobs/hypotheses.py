@@ -14,7 +14,8 @@ side's numbers from the other's, with one fitted value at most:
 - *Another logarithm*, of base 10 or 2, or *a factor* that lists tell: log p' = k log p with no
   constant, so that nothing was renormalised; *a mean*, or *a sum*, in place of each token's own.
 - *Another place*: other prompts' rows, the row of the token before or behind.
-- *Another token*: the likeliest one, the one before or behind, the id beside.
+- *Another token*: the likeliest one, the one before or behind, the id beside; or one that is not
+  known, where a side's own lists tell its tokens' numbers.
 
 One is named where it leaves at most a hundredth of the squared differences, and no other one does,
 or leaves ten times as much. Rounding is none of these: it goes both ways, whatever log p is.
@@ -161,6 +162,7 @@ def _fitted(tokens: _Tokens) -> Hypothesis | None:
     fitted = [
         item for item in itertools.chain(*(fit(tokens) for fit in _FITS)) if item.left <= _LEAVES
     ]
+    fitted = fitted or [item for item in _by_own_lists(tokens) if item.left <= _LEAVES]
     if not fitted:
         return None
     best = fitted[0]
@@ -185,19 +187,22 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
     for wide, side in enumerate(SIDES[::-1]):
         listed = {n: lists[wide].log for n, lists in sorted(tokens.lists.items())}
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
-        whole = [
-            (n, log)
-            for n, log in listed.items()
-            if len(log) > 1 and abs(np.exp(log).sum() - 1) < _TAIL
-        ]
-        if len(whole) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
-            continue
-        at, logs = np.array([n for n, _ in whole]), [log for _, log in whole]
-        source, target = tokens.values[wide, at], tokens.values[1 - wide, at]
-        scale = ratio or _scale_of(logs, source, target)
-        if ratio is not None and wide:
-            scale = 1 / ratio
-        for exponent in [1.0] + [scale] * (abs(scale - 1) >= _OTHER):
+        raised = tokens.values[wide] - tokens.values[1 - wide]
+        sums = {n: float(np.exp(log).sum()) for n, log in listed.items() if len(log) > 1}
+        # at equal temperature the list is to hold what was kept, at another one nearly all
+        holding = [n for n, total in sums.items() if raised[n] < math.log(total) + _TAIL]
+        whole = [n for n, total in sums.items() if abs(total - 1) < _TAIL]
+        for some in (holding, whole):
+            if len(some) < max(LEAST_TOKENS, MOST * len(tokens.lists)):
+                continue
+            at, logs = np.array(some), [listed[n] for n in some]
+            source, target = tokens.values[wide, at], tokens.values[1 - wide, at]
+            exponent = 1.0
+            if some is whole:
+                exponent = ratio or _scale_of(logs, source, target)
+                exponent = 1 / ratio if ratio is not None and wide else exponent
+                if abs(exponent - 1) < _OTHER:
+                    continue
             norms = np.array([_normaliser(log, exponent) for log in logs])
             before = exponent * source - norms
             values: dict[str, Any] = {"num_tokens": len(at), "side": side}
@@ -397,6 +402,18 @@ def _tokens(tokens: _Tokens) -> Iterator[Hypothesis]:
                 other.append(math.nan if value is None else value)
             what = fact("logprobs.other_token", which=which, num_tokens=len(at), side=side)
             yield Hypothesis(what, target - source, target - np.array(other))
+
+
+def _by_own_lists(tokens: _Tokens) -> Iterator[Hypothesis]:
+    """One side's number is of a token that nobody can tell: its own list gives its token another
+    one, which is the other side's."""
+    at = np.array(sorted(tokens.lists), np.int64)
+    for own, side in enumerate(SIDES):
+        listed = [tokens.lists[int(n)][own].of(tokens.token(int(n))) for n in at]
+        values = np.array([math.nan if value is None else value for value in listed])
+        source, target = tokens.values[1 - own, at], tokens.values[own, at]
+        what = fact("logprobs.not_listed", num_tokens=len(at), side=side)
+        yield Hypothesis(what, target - source, values - source)
 
 
 _FITS: tuple[Callable[[_Tokens], Iterator[Hypothesis]], ...] = (

@@ -126,7 +126,7 @@ def _recorded(run: Run, number: int) -> Sequence:
     table = run.array(tokens)[0].astype(np.int64)
 
     def distribution(row: int) -> Distribution:
-        listed = table[row] >= 0
+        listed = np.flatnonzero(table[row] >= 0)[::-1]  # a list, not what is told before it
         ids, first = np.unique(table[row][listed], return_index=True)
         order = np.argsort(-values[row][listed][first], kind="stable")
         return Distribution(ids[order], values[row][listed][first][order])

@@ -158,6 +158,10 @@ SENTENCES = {
         "one|before=the one before it|behind=the one behind it|id above=that of the next id|"
         "id below=that of the id before}, by the other side's {num_tokens:count list}"
     ),
+    "not_listed": (
+        "{side:letter}'s log-probabilities are of other tokens: its own {num_tokens:count list} "
+        "tell those of its tokens, as the other side does"
+    ),
     "remain": (
         "; after that {mean:decimal} nats remain, {within:yes=within rounding|no=more than the "
         "{explained:decimal} ({source}) that rounding explains}"

@@ -69,7 +69,7 @@ def report_on(
     chat: bool = False,
     facts: Sequence[Fact] = (),
 ) -> TokensReport:
-    """The report on texts; the most frequent cause first, with the smallest class of texts that
+    """The report on texts; the most frequent cause first, pads last, with the smallest class that
     holds all of its own, where at least half of that class, and two texts, are its own."""
     by_name: dict[str, tuple[list[int], Counter[str], Fact, str]] = {}
     num_texts, num_equal, num_tokens = 0, 0, [0, 0]
@@ -104,7 +104,7 @@ def report_on(
         num_equal=num_equal,
         num_tokens=num_tokens,
         facts=[*facts],
-        causes=sorted(causes, key=lambda cause: -cause.num_texts),
+        causes=sorted(causes, key=lambda cause: (cause.name == "padding", -cause.num_texts)),
     )
 
 

@@ -57,7 +57,7 @@ _SAMPLED = 64
 _AT_ONCE = 2**20
 """Numbers by which it is asked first what large tensors' difference is made of."""
 _SHORT = 2.0**-14
-_STRANGERS = ("unrelated", "nonfinite", "zeros", "codes", "shapes")
+_STRANGERS = ("unrelated", "nonfinite", "zeros", "constant", "codes", "shapes")
 """Relations of tensors that need not be one parameter's."""
 _OF_ONE = "percent cosine moved total lost over num places of other least most".split()
 """Values of a relation that are one parameter's own."""
@@ -288,6 +288,9 @@ def _values(a: torch.Tensor, b: torch.Tensor) -> Relation:
         for form in _NARROWER:
             if torch.equal(wide.to(format_named(form).torch_dtype).to(wide.dtype), short):
                 return _rounded(side, form, wide, short, own)
+        cut_off = (wide.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
+        if torch.equal(cut_off.to(short.dtype), short):
+            return told("cut_off", False, side=side)
     finite = [part.isfinite() for part in (x, y)]
     for side, (here, there) in zip(SIDES, (finite, finite[::-1]), strict=True):
         if num := int((there & ~here).sum()):
@@ -297,9 +300,12 @@ def _values(a: torch.Tensor, b: torch.Tensor) -> Relation:
     # of short formats float32 is wide enough to tell what rounding leaves
     if min(_form(part).unit_roundoff for part in (a, b)) < _SHORT:
         x, y = x.double(), y.double()
-    for side, values in (("reference", x), ("candidate", y)):
+    for side, values, other in (("reference", x, y), ("candidate", y, x)):
         if not values.any():
             return told("zeros", False, side=side)
+        value, there = values.flatten()[0], other.flatten()[0]
+        if bool((values == value).all()) and not bool((other == there).all()):
+            return told("constant", False, side=side, value=float(value))
     return _some(a, b, x, y) or _measured(a, b, x, y)
 
 
@@ -325,25 +331,22 @@ def _rounded(
     )
 
 
-def _rounding(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the squared error of storing both, relative to that of their numbers: rounding moves a
-    number by u/sqrt(3) of itself at most."""
-    return _ROUNDINGS * sum(_form(own).unit_roundoff ** 2 / 3 for own in (a, b))
-
-
 def _some(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Relation | None:
     """Some rows, or columns, alone were changed: new tokens, a shard, an outlier."""
     rounds = _form(a) != _form(b)
+    # rounding moves a number by u/sqrt(3) of itself at most
+    rounding = _ROUNDINGS * sum(_form(own).unit_roundoff ** 2 / 3 for own in (a, b))
     for what, axis in (("rows", 0), ("columns", 1))[: 2 if x.ndim == 2 else x.ndim]:
         own, other = x.movedim(axis, 0), y.movedim(axis, 0)
         flat, there = own.reshape(len(own), -1), other.reshape(len(own), -1)
-        left = _rounding(a, b) * there.square().sum(1) if rounds else torch.zeros(len(own))
+        left = rounding * there.square().sum(1) if rounds else torch.zeros(len(own))
         places = ((flat - there).square().sum(1) > left).nonzero().flatten()
         if not 0 < len(places) <= _FEW * len(own):
             continue
         parts = [part.index_select(axis, places) for part in (a, b, x, y)]
-        rest = _measured(*parts).fact if parts[2].any() and parts[3].any() else None
-        if rest is not None and rest.code == "weights.unrelated":
+        empty = [side for side, part in zip(SIDES, parts[2:], strict=True) if not part.any()]
+        rest = fact("weights.zeros", side=empty[0]) if empty else _measured(*parts).fact
+        if rest.code == "weights.unrelated":
             numbers = {digest: number for number, digest in enumerate(row_digests(own))}
             again = [numbers.get(digest) for digest in row_digests(other[places])]
             if None not in again:

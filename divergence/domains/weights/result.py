@@ -29,11 +29,11 @@ class WeightsRelation(msgspec.Struct, Worded, frozen=True, kw_only=True):
     TEXTS: ClassVar[Mapping[str, str]] = {"text": "facts"}
 
     name: str
-    """``equal``, ``dtype``, ``rounded``, ``reordered``, ``turned``, ``unturned``, ``transposed``,
-    ``reshaped``, ``padded``, ``fused``, ``ungrouped`` (fused, in an order that may be right),
-    ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``, ``one_vector``, ``rounding``,
-    ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``, ``zeros``, ``nonfinite``,
-    ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
+    """``equal``, ``dtype``, ``rounded``, ``cut_off``, ``reordered``, ``turned``, ``unturned``,
+    ``transposed``, ``reshaped``, ``padded``, ``fused``, ``ungrouped`` (fused, in an order that may
+    be right), ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``, ``one_vector``, ``rounding``,
+    ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``, ``zeros``, ``constant``,
+    ``nonfinite``, ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
     same: bool
     """Do they hold the same weights, stored otherwise?"""
     num_parameters: int

@@ -149,6 +149,10 @@ PLACES = {
         lambda x, p, ids: chosen(p, torch.cat([torch.ones_like(ids[:, :1]), ids[:, :-1]], -1)),
         "of another token, the one before it",
     ),
+    "unknown": (
+        lambda x, p, ids: chosen(p, (ids + 7) % VOCABULARY),
+        "of other tokens: its own 256 lists tell those of its tokens",
+    ),
 }
 
 
@@ -161,8 +165,9 @@ def test_numbers_at_another_place_are_named(sides, place, noise):
     log_p = logits.log_softmax(-1)
     change, words = PLACES[place]
     x = chosen(log_p, tokens)
-    lists = log_p if place in ("likeliest", "next id", "label") else None
-    report = sides(tokens, x, noisy(change(x, log_p, tokens), noise), lists)
+    lists = log_p if place in ("likeliest", "next id", "label", "unknown") else None
+    own = noisy(log_p, noise) if place == "unknown" else None
+    report = sides(tokens, x, noisy(change(x, log_p, tokens), noise), lists, own)
     assert words in report.verdict.summary, report.verdict.summary
     assert (report.verdict.kind, report.verdict.confidence) == ("systematic", "high")
 

@@ -108,6 +108,15 @@ def fresh(weight):
     return torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)) * 0.05
 
 
+def rotation(weight):
+    return torch.linalg.qr(fresh(weight)).Q
+
+
+def half_of_zeros(weight):
+    weight[len(weight) // 2 :] = 0
+    return weight
+
+
 def with_nan(weight):
     weight[3, 4] = float("nan")
     return weight
@@ -216,6 +225,11 @@ CHANGES = {
     "noise": of(UP, lambda t: t + 0.2 * fresh(t)),
     "fresh": of(UP, fresh),
     "zeros": of(UP, torch.zeros_like),
+    "rotated": every("q_proj", lambda t: t @ rotation(t)),
+    "by rows": every("o_proj", lambda t: rotation(t) @ t),
+    "cut off": every("proj", lambda t: (t.view(torch.int32) & -(1 << 16)).view(torch.float32)),
+    "ones": of("model.norm.weight", torch.ones_like),
+    "half": of(UP, half_of_zeros),
     "nan": of(UP, with_nan),
     "square": of(PROJ.format(0, "o"), lambda t: t.T),
     "more rows": every("embed_tokens", lambda t: torch.cat([t, fresh(t)])),
@@ -266,6 +280,11 @@ OTHER = """
     noise | near | 1 | 20% apart
     fresh | unrelated | 1 | as of another initialisation or another model
     zeros | zeros | 1 | all zeros on B
+    rotated | rotated | 3 | each row turned by one
+    by rows | rotated | 3 | each column turned by
+    cut off | cut_off | 21 | cut off to bfloat16 on B, not rounded to the nearest
+    ones | constant | 1 | 1 everywhere on B, as of
+    half | some | 1 | the others are equal; these all zeros on B
     nan | nonfinite | 1 | 1 number on B not finite
     square | transposed | 1 | transposed, 64 x 64 / 64 x 64
     more rows | padded | 1 | the first 96 rows are equal, and B has 96 more

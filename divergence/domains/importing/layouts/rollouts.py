@@ -108,15 +108,15 @@ def _samples(value: Any) -> list[Any] | None:
         return None
     if isinstance(value.get("samples"), list):
         return list(value["samples"])
-    columns = {key: column for key, column in value.items() if _is_column(column)}
+    columns = {
+        key: column
+        for key, column in value.items()
+        if isinstance(column, list) or (isinstance(column, torch.Tensor) and column.ndim > 0)
+    }
     if not any(dialect.speaks(columns) for dialect in DIALECTS):
         return None
     num = min(map(len, columns.values()))
     return [{key: column[row] for key, column in columns.items()} for row in range(num)]
-
-
-def _is_column(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
 
 
 def _items(folder: DumpFolder) -> Iterator[tuple[Any, str]]:

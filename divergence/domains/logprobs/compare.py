@@ -909,6 +909,13 @@ def report_on(
     )
     if are_drawn(a, b):
         finding = drawn_finding(finding, result.texts, pairs)
+    roles = {facts_of(run).get("role") for run in (a, b)}
+    quiet = finding.kind in ("identical", "within_floor", "undetermined")
+    if roles == {"rollout", "trainer"} and result.num_flips and quiet:
+        # one sampled text, told by both: no rounding makes another token of it
+        numbers = {"num_flips": result.num_flips, "num_answers": result.num_sequences}
+        others = finding_of("systematic", fact("logprobs.other_answers", **numbers))
+        finding = replace(others, evidence=finding.evidence)
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)

@@ -359,11 +359,12 @@ def _other_prompts(
     if len(samples[0]) != len(samples[1]):
         yield ([sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples],)
         return
-    asked, other = ([tuple(s.prompt_ids) or s.text for s in side] for side in samples)
-    if asked != other and Counter(asked) == Counter(other):
-        moved = next(number for number, prompt in enumerate(asked) if prompt != other[number])
-        place = other.index(asked[moved])
-        yield ["-", "-"], fact("logprobs.other_order", sample=moved, place=place)
+    texts = [[(tuple(s.prompt_ids) or s.text, *s.generated_ids) for s in side] for side in samples]
+    for asked, other in (texts, [[prompt for prompt, *_ in side] for side in texts]):
+        if asked != other and Counter(asked) == Counter(other):
+            moved = next(number for number, text in enumerate(asked) if text != other[number])
+            place = other.index(asked[moved])
+            yield ["-", "-"], fact("logprobs.other_order", sample=moved, place=place)
     for pair in pairs:
         a, b = pair.reference, pair.candidate
         if not (a.num_prompt and b.num_prompt):

@@ -76,6 +76,10 @@ SENTENCES = {
         "the others differ by {mean:decimal} nats"
     ),
     "but": "; but {doubt}",
+    "other_answers": (
+        "the trainer scored other tokens than were sampled, in {num_flips} of "
+        "{num_answers:count answer}"
+    ),
     "parted": (
         "the answers to {num_prompts:count prompt} part at a margin that rounding {experts:yes="
         "flips only where it sends a token to other experts|no=does not flip}"

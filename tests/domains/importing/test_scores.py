@@ -88,12 +88,27 @@ def test_one_list_is_read_as_lines_are(tmp_path):
 
 def test_another_order_is_said(tmp_path):
     """The same prompts, shuffled: neither another template nor another tokenizer."""
-    lines = [LINES["TRL"] | {"prompt_ids": [*PROMPT, n]} for n in range(3)]
-    for name, some in (("a", lines), ("b", lines[::-1])):
-        import_dump(write(tmp_path / f"{name}.jsonl", *some), out=tmp_path / name)
-    verdict = compare(tmp_path / "a", tmp_path / "b").verdict
-    assert verdict.kind == "incomparable"
-    assert "in another order: A's prompt 0 is B's prompt 2" in verdict.summary
+    for change in ({"prompt_ids": [*PROMPT, 9]}, {"completion_ids": [1, 2, 3]}):
+        lines = [LINES["TRL"] | change, *[LINES["TRL"]] * 2]
+        for name, some in (("a", lines), ("b", lines[::-1])):
+            path = write(tmp_path / f"{name}.jsonl", *some)
+            import_dump(path, out=tmp_path / name, force=True)
+        verdict = compare(tmp_path / "a", tmp_path / "b").verdict
+        assert verdict.kind == "incomparable"
+        assert "in another order: A's prompt 0 is B's prompt 2" in verdict.summary
+
+
+def test_other_tokens_than_were_sampled_are_no_tie(tmp_path):
+    """Rollout and trainer tell of one text: a token that differs is wrong data, and no rounding."""
+    lines = [LINES["TRL"] | {"prompt_ids": [*PROMPT, n]} for n in range(12)]
+    import_dump(write(tmp_path / "a.jsonl", *lines), out=tmp_path / "a")
+    lines[3] = lines[3] | {"completion_ids": [11, 14, 13]}
+    equal = [line | {"old_per_token_logps": ROLLOUT} for line in lines]
+    import_dump(write(tmp_path / "b.jsonl", *equal), out=tmp_path / "b", layout="trainer")
+    for sides in (("a", "b"), ("b", "a")):
+        verdict = compare(*[tmp_path / side for side in sides]).verdict
+        assert (verdict.kind, verdict.confidence) == ("systematic", "high")
+        assert "other tokens than were sampled, in 1 of 12 answers" in verdict.summary
 
 
 def test_what_the_mask_leaves_out_is_not_scored(tmp_path):

@@ -360,7 +360,7 @@ def _other_prompts(
         yield ([sentence(fact("logprobs.num_prompts", num_prompts=len(side))) for side in samples],)
         return
     texts = [[(tuple(s.prompt_ids) or s.text, *s.generated_ids) for s in side] for side in samples]
-    for asked, other in (texts, [[prompt for prompt, *_ in side] for side in texts]):
+    for asked, other in (texts, [[text[:1] for text in side] for side in texts]):
         if asked != other and Counter(asked) == Counter(other):
             moved = next(number for number, text in enumerate(asked) if text != other[number])
             place = other.index(asked[moved])

@@ -54,6 +54,11 @@ _SHOWN = 4
 """Places of these that are named."""
 _SAMPLED = 64
 """Rows by which it is asked first whether rows are in another order."""
+_TURNED = 0.99
+"""The correlation of rows' products with one another from which a rotation kept them; of models
+that were trained apart they go together far less."""
+_RANKED = 16
+"""Rows and columns of a matrix, at least, of which more is said than how far it is off."""
 _AT_ONCE = 2**20
 """Numbers by which it is asked first what large tensors' difference is made of."""
 _SHORT = 2.0**-14
@@ -397,6 +402,13 @@ def _measured(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tensor
         moved = {"what": "numbers", "moved": int((x != y).sum()), "total": x.numel()}
         return told("reordered", False, **moved)
     if abs(cosine) < _UNRELATED:
+        # rows, or columns, that one orthogonal matrix turns keep their products with one another
+        for what, sides in (("row", (x, y)), ("column", (x.mT, y.mT))) if x.ndim == 2 else ():
+            num = min(len(sides[0]), _SAMPLED)
+            above = torch.ones(num, num).triu(1) > 0
+            products = torch.stack([(part[:num] @ part[:num].T)[above] for part in sides])
+            if num >= _RANKED and float(products.corrcoef()[0, 1]) > _TURNED:
+                return told("rotated", False, what=what)
         return told("unrelated", False, cosine=cosine)
     grids = ((side, _grid(own)) for side, own in (("candidate", y), ("reference", x)))
     grid = next(({"side": side, **grid} for side, grid in grids if grid), {})
@@ -450,7 +462,7 @@ def _grid(x: torch.Tensor) -> dict[str, Any] | None:
 def _rank(apart: torch.Tensor, rounding: float) -> int:
     """The rank of a difference, but for what rounding leaves; 0 where it is not low. By a random
     range (Halko, Martinsson and Tropp, SIAM Review 53, 2011, algorithm 4.4)."""
-    if apart.ndim != 2 or min(apart.shape) < 16:
+    if apart.ndim != 2 or min(apart.shape) < _RANKED:
         return 0
     most = min(_MOST_RANK, min(apart.shape) // 4)
     generator = torch.Generator().manual_seed(0)

@@ -32,8 +32,8 @@ class WeightsRelation(msgspec.Struct, Worded, frozen=True, kw_only=True):
     """``equal``, ``dtype``, ``rounded``, ``cut_off``, ``reordered``, ``turned``, ``unturned``,
     ``transposed``, ``reshaped``, ``padded``, ``fused``, ``ungrouped`` (fused, in an order that may
     be right), ``tied``, ``copy``, ``moved``, ``scaled``, ``shifted``, ``one_vector``, ``rounding``,
-    ``low_rank``, ``quantised``, ``some``, ``near``, ``unrelated``, ``zeros``, ``constant``,
-    ``nonfinite``, ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
+    ``low_rank``, ``quantised``, ``some``, ``near``, ``rotated``, ``unrelated``, ``zeros``,
+    ``constant``, ``nonfinite``, ``codes``, ``packed``, ``shapes``, ``other`` or ``alone``."""
     same: bool
     """Do they hold the same weights, stored otherwise?"""
     num_parameters: int

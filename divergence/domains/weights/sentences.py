@@ -74,6 +74,9 @@ SENTENCES: Mapping[str, str] = {
     "near": "{percent:.2g}% apart",
     "unrelated": "unrelated (cosine {cosine:.2g}), as of another initialisation or another model",
     "cut_off": "cut off to bfloat16 on {side:letter}, not rounded to the nearest",
+    "rotated": (
+        "each {what} turned by one orthogonal matrix, as programs that quantise turn hidden states"
+    ),
     "zeros": "all zeros on {side:letter}",
     "constant": "{value:g} everywhere on {side:letter}, as of a fresh initialisation",
     "nonfinite": "{num:,} {num:plural number} on {side:letter} not finite",

@@ -54,14 +54,10 @@ def import_dump(
     with read_as("a dump's writer", where=folder.place):
         form = next((form for form in tried if form.recognise(folder)), None)
     if form is None and layout == "auto":
-        damage = ""
         if len(folder.names) == 1 and folder.names[0].endswith(".json"):
-            try:
-                folder.json(folder.names[0])
-            except DumpError as error:
-                damage = f": {error.message}"
+            folder.json(folder.names[0])  # or says where it is damaged
         raise DumpError(
-            f"this is no dump that is known{damage}",
+            "this is no dump that is known",
             where=str(folder.path),
             hint=f"--format {', '.join(FORMATS)}, or files of .npy, .pt or .safetensors with --map",
         )

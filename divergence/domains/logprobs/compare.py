@@ -913,9 +913,9 @@ def report_on(
     quiet = finding.kind in ("identical", "within_floor", "undetermined")
     if roles == {"rollout", "trainer"} and result.num_flips and quiet:
         # one sampled text, told by both: no rounding makes another token of it
-        numbers = {"num_flips": result.num_flips, "num_answers": result.num_sequences}
-        others = finding_of("systematic", fact("logprobs.other_answers", **numbers))
-        finding = replace(others, evidence=finding.evidence)
+        num, total = result.num_flips, result.num_sequences
+        others = fact("logprobs.other_answers", num_flips=num, num_answers=total)
+        finding = replace(finding_of("systematic", others), evidence=finding.evidence)
     if result.layers is not None:
         finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)

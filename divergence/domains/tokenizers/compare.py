@@ -213,7 +213,9 @@ def _inside(sides: Sequence[Any], text: str, a: list[str], b: list[str]) -> tupl
                 shown = [ascii(each)[1:-1] for each in shown]
             item = fact("tokenizers.normaliser", reference=shown[0], candidate=shown[1])
             return "normaliser", item, at + begin
-        pieces = [_pieces(backend, normal[0]) for backend in backends]
+        splitters = [backend.pre_tokenizer for backend in backends]
+        whole = [(normal[0], (0, len(normal[0])))]
+        pieces = [each.pre_tokenize_str(normal[0]) if each else whole for each in splitters]
         if pieces[0] != pieces[1]:
             at = first_apart(*pieces)
             spans = _readable(sides, [[piece for piece, _ in each[at : at + 3]] for each in pieces])
@@ -294,11 +296,6 @@ def _excerpt(text: str, place: int) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(shortened(text, _EXCERPT), ensure_ascii=False)
-
-
-def _pieces(backend: Any, text: str) -> list[tuple[str, tuple[int, int]]]:
-    splitter = backend.pre_tokenizer
-    return list(splitter.pre_tokenize_str(text)) if splitter else [(text, (0, len(text)))]
 
 
 def _settings(a: Any, b: Any) -> list[Fact]:

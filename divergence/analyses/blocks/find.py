@@ -698,9 +698,8 @@ def within_rounding(
         where.append(fact("blocks.only_in", places=list(differing)))
     elif len(differing) == 1 and None not in differing and num_equal > FEWEST_SIBLINGS:
         alone = [fact("blocks.only_in", places=list(differing))]
-    step = (
-        only_step(measured) if farthest.worst > measured.thresholds.standout / CLEAR_TIMES else None
-    )
+    far = farthest.worst > measured.thresholds.standout / CLEAR_TIMES
+    step = only_step(measured) if far else None
     if step is not None:
         where.append(fact("blocks.only_step", step=step))
     # of what is estimated the truth judges nothing, and so says nothing of either side

@@ -42,6 +42,7 @@ from divergence.comparison.preflight import other_numbers
 from divergence.comparison.result import (
     Check,
     Finding,
+    SiteResult,
     VerdictKind,
     num_rows,
     onset_at,
@@ -90,7 +91,9 @@ def made_at(
     if _passes_prefill(first, [*units, *escalation.flagged]):
         evidence.append(fact("prefill_passes"))
     evidence += escalation.beside(first)
-    everywhere = is_everywhere(first, escalation)
+    # forwards that pass in 16 bits hide what the float32 pass shows in every one
+    deeper = [u for u in escalation.flagged if (u.site, u.phase) == (first.site, first.phase)]
+    everywhere = any(len({look.used > 1 for look in unit.looks}) <= 1 for unit in deeper)
     kind: VerdictKind = "localized"
     commands = next_commands(measured, first, escalation)
     if family is None:
@@ -166,11 +169,12 @@ def made_at(
     if numbers:  # where it is one block that is off, it need not be what is special there
         in_all = first.block is not None and not any(n["where"] or n["num"] for n in numbers)
         headline += [fact("numbers_there", numbers=numbers, alike=in_all and family is None)]
+    begin, changed = _changed(measured, first)
     return Finding(
         claim="error_made_here" if family is None else "error_everywhere_of_kind",
         kind=kind,
-        headline=headline,
-        onset=onset_at(first.first),
+        headline=[*headline, *changed],
+        onset=onset_at(begin),
         place=order_of(first.first),
         equal_inputs=any(unit.pass_ != "free" for unit in flagged),
         side=side,
@@ -180,6 +184,23 @@ def made_at(
         evidence=evidence,
         commands=[item for n, item in enumerate(commands) if item not in commands[:n]],
     )
+
+
+def _changed(measured: Measured, unit: JudgedUnit) -> tuple[SiteResult, list[Fact]]:
+    """Finds the first result that is off, and tells where the free pass, which runs before the
+    anchored one, shows that it was not yet: an error that a block makes is in its free output, too.
+    """
+    looks = {(look.result.sample, look.result.step): look for look in unit.looks}
+    off = {at: look.result for at, look in looks.items() if look.used > 1}
+    sites = (s for s in measured.sites if (s.pass_, s.site) == ("free", unit.site))
+    free = {(s.sample, s.step): s.rel_l2 for s in sites if s.rel_l2 is not None}
+    free = {at: size for at, size in free.items() if at in off}
+    late = [at for at, size in free.items() if CLEAR_TIMES * size >= (off[at].rel_l2 or 0.0)]
+    if unit.pass_ != "anchored" or len(late) == len(free):
+        return unit.first, []
+    scope = (_in_places(late, looks, alone=True) or _SCOPE) if late else None
+    first = min((off[at] for at in late), key=order_of, default=unit.first)
+    return first, [fact("blocks.changed", scope=scope)]
 
 
 def _input_bits(family: Family, units: Sequence[JudgedUnit]) -> int | None:
@@ -238,8 +259,8 @@ def below_floor(measured: Measured, escalation: Escalation) -> Finding:
             made,
             *_scope(first, flagged, named=by is not None),
             *_elsewhere(flagged, first, escalation.units),
+            fact("below_floor"),
         ]
-        headline.append(fact("below_floor"))
     return Finding(
         claim="error_below_floor",
         kind="systematic" if family else "localized",
@@ -405,8 +426,7 @@ def _elsewhere(
 
 
 def _others(flagged: list[JudgedUnit], first: JudgedUnit) -> list[Fact]:
-    places = {unit.block or unit.site for unit in flagged}
-    others = sorted(places - {first.block or first.site})
+    others = sorted({unit.block or unit.site for unit in flagged} - {first.block or first.site})
     return [fact("also_beyond", places=others)] if others else []
 
 
@@ -417,12 +437,6 @@ def _passes_prefill(unit: JudgedUnit, units: list[JudgedUnit]) -> bool:
         return False
     near = max(math.log(unit.thresholds.truth_confirm), unit.farther(unit.side) / 2)
     return unit.blame is None or max(each.farther(unit.side) for each in same) <= near
-
-
-def is_everywhere(unit: JudgedUnit, escalation: Escalation) -> bool:
-    """Does the float32 pass show it in every forward? Those that pass in 16 bits hide it then."""
-    deeper = [u for u in escalation.flagged if (u.site, u.phase) == (unit.site, unit.phase)]
-    return any(len({look.used > 1 for look in unit.looks}) <= 1 for unit in deeper)
 
 
 def _may_be_elsewhere(unit: JudgedUnit, beyond: Collection[PromptStep]) -> bool:
@@ -557,8 +571,7 @@ def _blame_evidence(unit: JudgedUnit, blame: Blame) -> Fact:
         values |= {f"{side}_error": error for side, error in errors.items()}
         estimated = truth.estimated
     if blame.side != "both":
-        other = other_side(blame.side)
-        values |= {"side": blame.side, "other": other}
+        values |= {"side": blame.side, "other": other_side(blame.side)}
     sample, step = (None, None) if blame.place is None else blame.place
     forward = {"step": at.step or None, "forward": at.phase}
     units = {"in_units": blame.in_units}

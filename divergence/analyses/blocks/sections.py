@@ -109,16 +109,6 @@ def main_pass(sites: Iterable[SiteResult]) -> str:
     return "anchored" if any(site.pass_ == "anchored" for site in sites) else "free"
 
 
-def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
-    """The escalated pass's largest ratio over the float32 floor in this phase, by site."""
-    ratios: dict[str, float] = {}
-    for site in report.sites:
-        if site.pass_ == "escalated" and site.phase == phase:
-            ratio = site.ratio if site.ratio is not None else 0.0
-            ratios[site.site] = max(ratio, ratios.get(site.site, 0.0))
-    return ratios
-
-
 def num_bad(site: SiteResult) -> int:
     return site.nonfinite.differ if site.nonfinite is not None else 0
 
@@ -642,6 +632,7 @@ def _phase(
     pass_ = main_pass(sites)
     beyond, equal = sum(row.flagged for row in rows), sum(row.worst.identical for row in rows)
     begins = ", > where it begins" if any(row.onset for row in rows) else ""
+    deeper = grouped((s for s in sites if s.pass_ == "escalated"), lambda own: own.site)
     text = f"{count(len(rows), 'row')}: {beyond:,} beyond the limit (!){begins}; "
     table = rows_table(
         shown,
@@ -649,7 +640,7 @@ def _phase(
         _PASSES.get(pass_, pass_) + worst,
         several=len(prompts) > 1,
         below=below,
-        escalated=escalated_ratios(report, phase),
+        escalated={site: max(s.ratio or 0.0 for s in own) for site, own in deeper.items()},
     )
     return table, Sentence(f"{text}{equal:,} bit-identical", style="dim")
 

@@ -135,6 +135,10 @@ SENTENCES: Mapping[str, str] = {
         "the truth names no side: too few numbers hold the errors at {site}, as beside a massive "
         "activation"
     ),
+    "changed": (
+        "; the free pass, which ran before, {scope:none=does not show it|*=shows it{scope}}: "
+        "something changed in between"
+    ),
     "only_step": "; all of it in decode step {step}: the other forwards are equal bit for bit",
     "one_step": "all that differs is in one decode step",
     "only_in": "; all of it in {places:names}: the other blocks are equal bit for bit",

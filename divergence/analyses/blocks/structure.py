@@ -107,7 +107,9 @@ def _factor(x: OnsetRows, *, update: bool = False) -> tuple[float, Fact] | None:
     base = x.base if update else 0.0
     if base is None:
         return None
-    share, factor = _multiple_share(x.d, x.a - base)
+    scaled = x.a - base
+    along = float((x.d * scaled).sum())
+    share, factor = along**2 / (_square(x.d) * _square(scaled)), along / _square(scaled)
     site = x.block if update else x.site
     return share, fact("blocks.factor", share=share, site=site, factor=1 + factor, update=update)
 
@@ -292,12 +294,6 @@ def layer_type_of(
 
 def _square(values: Floats) -> float:
     return float(np.square(values).sum()) or 1e-300
-
-
-def _multiple_share(d: Floats, a: Floats) -> tuple[float, float]:
-    """Fits a multiple of ``a``: (the share of ``d`` that it explains, the multiple)."""
-    along = float((d * a).sum())
-    return along**2 / (_square(d) * _square(a)), along / _square(a)
 
 
 def _largest_part(x: OnsetRows, count: int) -> tuple[float, int]:

@@ -201,6 +201,11 @@ def observed(
     return middle, np.stack(chance, axis=-1)
 
 
+def times_of(log: float) -> float:
+    """e to that power, no more than a float can hold."""
+    return math.exp(min(log, 700.0))
+
+
 def reach_of_median(own: Floats) -> float:
     """Tells by how much chance may move the median of independent observations, of such variance
     each."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from divergence.analyses.blocks.structure import layer_type_of, structures_at
+from divergence.analyses.blocks.structure import (
+    layer_type_of,
+    layer_types_of,
+    structures_at,
+)
 from divergence.analyses.blocks.units import (
     Blame,
     Escalation,
-    Family,
     JudgedUnit,
     Why,
     block_outputs,
-    find_family,
+    farther_side,
     is_table,
     made_before,
     next_commands,
@@ -635,3 +639,144 @@ def checks_of(
             in_all = fact("may_be_in_all", side=unit.side, times=math.exp(leaning))
             checks.append(check("alone", leaning <= unit.standing.usual_reach, in_all))
     return checks
+
+
+# The kind of module that a fault runs through.
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All of a kind, off together. ``name``: a class, or a fact that tells which of it are
+    meant."""
+
+    name: str | Fact
+    members: list[JudgedUnit]
+    num_all: int
+
+
+def find_family(
+    units: Sequence[JudgedUnit], flagged: Sequence[JudgedUnit], measured: Measured
+) -> Family | None:
+    """The kind of the onset, where more than half of at least three of its kind are flagged, in
+    either phase, or off by the same measure as a flagged one, or by more than rounding where
+    nothing lets them differ; or where those that are flagged are most of one type of layer.
+
+    What follows a bad module inside a block is off as well, so the first kind in execution
+    order counts. Where every place of its class is off, the class is named alone.
+    """
+    # in a free pass one bad token is off in all that follows
+    narrow = ("token", "channel")
+    judged = [unit for unit in flagged if unit.pass_ != "free" or unit.why not in narrow]
+    judged = [unit for unit in judged if unit.kind.role == "block"]
+    judged.sort(key=lambda unit: order_of(unit.first))
+    for unit in judged:
+        blocks = {other.block for other in units if other.kind.any_phase == unit.kind.any_phase}
+        prompts = {sample for sample, _ in places_of(unit)}
+        off = [
+            other
+            for other in judged
+            if other.kind.any_phase == unit.kind.any_phase
+            and other.side in (None, unit.side)  # two faults are no kind
+            and prompts & {sample for sample, _ in places_of(other)}
+        ]
+        members = [own[0] for own in grouped(off, lambda each: each.block).values()]
+        name = _name(unit, units, judged)
+        named = {str(each.block) for each in members}
+        for type_, of_type in layer_types_of(measured, map(str, blocks)).items():
+            if named <= of_type < blocks and 2 * len(named) > len(of_type) >= FEWEST_SIBLINGS:
+                name = fact("blocks.kind_of_type", kind=name, type=type_)
+                return Family(name, members, len(of_type))
+        more = _off_alike(unit, units, measured)
+        members += [other for other in more if str(other.block) not in named]
+        if 2 * len(members) > len(blocks) >= FEWEST_SIBLINGS:
+            return Family(name, members, len(blocks))
+    return None
+
+
+def _off_alike(
+    unit: JudgedUnit, units: Sequence[JudgedUnit], measured: Measured
+) -> list[JudgedUnit]:
+    """Lists those of a kind that are off as a flagged one of them is, although within their own
+    limits: it is the first to pass, and not what is wrong. None where it stands out from them by
+    itself."""
+    if unit.why not in ("typical", "forward"):
+        return []
+    thresholds, near = measured.thresholds, measured.thresholds.truth_confirm
+    kin = [other for other in units if other.kind == unit.kind]
+    others = [other for other in kin if other is not unit]
+    off = {look.place for look in unit.beyond}
+
+    def size(other: JudgedUnit) -> float:
+        """Its median ratio where the unit is off."""
+        if unit.why == "typical":
+            return other.typical
+        ratios = [look.typical for look in other.looks if look.place in off]
+        return statistics.median(ratios or [0.0])
+
+    def beyond(least: float) -> list[JudgedUnit]:
+        return [unit, *(other for other in others if size(other) > least)]
+
+    # Where equal inputs gave equal bits in some of the kind the same kernels ran, and what differs
+    # by more than a floor is off by no rounding; nor by less, where that is so in the same forward.
+    kind, places = unit.kind.any_phase, places_of(unit)
+    any_phase = (other for other in units if other.kind.any_phase == kind)
+    equal = {(r.sample, r.step) for other in any_phase for r in other.results if r.identical}
+    if equal and unit.pass_ != "free":
+        return beyond(thresholds.least_sibling if places <= equal else 1.0)
+    if unit.blame is not None:
+        beside_them = unit.blame.like is None and unit.blame.why != "gain"  # among its siblings
+        if beside_them and unit.blame.value > thresholds.truth_systematic * unit.blame.control:
+            return []
+        side, times = farther_side(kin, thresholds.truth_standout) or (None, 0.0)
+        if side != unit.side or times <= near:
+            return []
+        far = math.log(near)
+        middle = {o: statistics.median(o.farther(side, place) for place in places) for o in others}
+        return [unit, *(other for other in others if middle[other] > far)]
+    # All are beyond what rounding makes, and it is no farther than others are. A limit that its
+    # siblings set is far above them: near to it is nobody but the unit.
+    level = statistics.median([other.typical for other in others] or [0.0])
+    typical = unit.why == "typical" and near**2 < level
+    if typical and unit.typical < thresholds.truth_systematic * level:
+        return beyond(near**2)
+    return []
+
+
+def _name(
+    unit: JudgedUnit, units: Sequence[JudgedUnit], judged: Sequence[JudgedUnit]
+) -> str | Fact:
+    """A family's name: its class, or one place of it; for what enters a module, the module around
+    it, whose own code lies between."""
+    _, path, port, kind, *_ = unit.kind
+    place = path.removeprefix(".")
+    if not place:
+        return kind or "block"
+    if port.startswith("in"):
+        around = path.rpartition(".")[0]
+        outer = next((u.kind.class_ for u in units if u.kind[:2] == ("block", around)), "")
+        if not outer:
+            return fact("blocks.kind_input", kind=kind, place=place)
+        where = around.removeprefix(".") or "block"
+        return fact("blocks.kind_entering", kind=outer, place=where, module=place)
+    entering = {u.site: u for u in units if u.kind.port == "in"}
+
+    def is_source(other: JudgedUnit) -> bool:
+        """An output of the same class in the same phase, whose module was entered by what passes,
+        or by an error that its own stands out from."""
+        if other.kind.role != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind.place:
+            return False
+        fed = entering.get(other.site.rpartition(":")[0] + ":in")
+        if other.kind == unit.kind or fed is None or fed.why is None:
+            return other.kind == unit.kind or fed is not None
+        given, own = (each.results[0].truth for each in (fed, other))
+        if given is None or own is None or other.side not in ("reference", "candidate"):
+            return False
+        before, after = (getattr(truth, f"{other.side}_error") for truth in (given, own))
+        return bool(after > unit.thresholds.truth_confirm * before)
+
+    sources = [other for other in units if is_source(other)]
+    if len({u.kind.place for u in sources}) == 1 or not all(u in judged for u in sources):
+        return fact("blocks.kind_at", kind=kind, place=place)
+    if kind in ("Linear", "Conv1D"):
+        return fact("blocks.kind_products", kind=kind, dtype=unit.results[0].candidate_dtype)
+    return kind or place

@@ -16,14 +16,14 @@ numbers of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.analyses.blocks.units import is_table, layer_types_of
+from divergence.analyses.blocks.units import is_table
 from divergence.comparison.align import Pair, Pieces, same_positions
 from divergence.comparison.constants import (
     BEGINS_TIMES,
@@ -455,3 +455,15 @@ _DIVIDED = {
     *((name, "in") for name in ("o_proj", "out_proj")),
 }
 """Where an attention's channels are heads, one after another."""
+
+
+def layer_types_of(measured: Measured, blocks: Iterable[str]) -> dict[str, set[str]]:
+    """The blocks of each type that the model's configuration lists; none where it lists none."""
+    config = measured.reference.manifest.model.config
+    listed = config.get("layer_types", config.get("text_config.layer_types"))
+    kinds: dict[str, set[str]] = {}
+    for block in blocks:
+        number = block.rpartition(".")[2]
+        if isinstance(listed, list) and number.isdigit() and int(number) < len(listed):
+            kinds.setdefault(str(listed[int(number)]), set()).add(block)
+    return kinds

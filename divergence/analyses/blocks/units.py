@@ -10,8 +10,7 @@ order, and who answers them:
 * *family*: all of one kind off together, by their median (``_kind_judged``), in one forward, row
   or channel (``_columns_judged``);
 * *accumulated*: blocks.find (``find_drifts``), where nothing is beyond its limit;
-* *scope*: ``find_family`` tells the kind that a fault runs through; blocks.onset the prompts, steps
-  and tokens;
+* *scope*: blocks.onset tells the kind that a fault runs through, and the prompts, steps and tokens;
 * *masks*: ``build_units`` leaves out what may not be judged; ``Unit.chooses`` tells where rounding
   may send a token to another expert.
 
@@ -52,6 +51,7 @@ from divergence.comparison.judge import (
     observed,
     outliers,
     reach_of_median,
+    times_of,
 )
 from divergence.comparison.measure.truth import (
     ForwardStats,
@@ -962,11 +962,11 @@ class FamilyMember:
         x, control, reach = (
             float(values[self.number, column]) for values in (table.x, table.control, table.reach)
         )
-        limit = math.exp(min(reach, 700.0)) * self.widened
+        limit = times_of(reach) * self.widened
         if not table.excess(self.number)[column]:
             return Blame("candidate", why, 1.0, 1.0, limit, at, place=place)
         sign = 1 if x > 0 else -1
-        value, usual = math.exp(min(sign * x, 700.0)), math.exp(sign * control)
+        value, usual = times_of(sign * x), math.exp(sign * control)
         like: Literal["blocks", "alone"] | None = None
         if len(self.family.stats) == 1:
             like = "alone" if self.family.beside == BlocksBeside() else "blocks"
@@ -1305,7 +1305,7 @@ def _truth_judged(
             far = Blame(
                 SIDES[x > 0],
                 "forward",
-                math.exp(min(abs(x), 700.0)),
+                times_of(abs(x)),
                 1.0,
                 thresholds.truth_systematic * width,
                 forward.result,
@@ -1436,12 +1436,12 @@ def _kind_judged(family: list[JudgedUnit], thresholds: Thresholds) -> list[Judge
         return family
     judged = []
     for unit in family:
-        value = math.exp(min(unit.farther(side), 700.0))
+        value = times_of(unit.farther(side))
         if value > max(limit / thresholds.truth_confirm, math.sqrt(limit)):  # and not its kin alone
             # beside its siblings, which are as wrong, a look shows nothing
             own = [k for k in unit.looks if k.used <= 1 or {k.side, side} != set(SIDES)]
             at = {look.place: unit.farther(side, look.place) for look in own}
-            used = {place: math.exp(min(x, 700.0)) / limit for place, x in at.items()}
+            used = {place: times_of(x) / limit for place, x in at.items()}
             tokens = {look.place: look.worst / unit.worst_limit for look in own}
             unit = replace(
                 unit,
@@ -1481,7 +1481,7 @@ def _columns_judged(
                     int(family.errors.place[column]) if why == "token" else column
                 ]
             sign = 1 if table.column[column] > 0 else -1
-            side, limit = SIDES[sign > 0], math.exp(min(float(reach[column]), 700.0))
+            side, limit = SIDES[sign > 0], times_of(float(reach[column]))
             excesses = (sign * table.x[:, column] - max(0.0, sign * table.usual)).tolist()
             for n, (unit, stats) in enumerate(zip(judged, family.stats, strict=True)):
                 at = stats.first if place is None else stats.forwards[place].result
@@ -1496,7 +1496,7 @@ def _columns_judged(
                     off = off and energy > stored * stats.channels.values[column]
                 if not off:
                     continue
-                value, channel = math.exp(min(excesses[n], 700.0)), None if place else column
+                value, channel = times_of(excesses[n]), None if place else column
                 blame = Blame(side, why, value, 1.0, limit, at, "all", place, channel=channel)
                 used = max(blame.limit_usage, 1.0 + 1e-9)
                 what = "of_token" if why == "token" else "usage"
@@ -1635,67 +1635,6 @@ class Judgement:
         return [unit for unit in self.units if unit.why is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """All of a kind, off together. ``name``: a class, or a fact that tells which of it are
-    meant."""
-
-    name: str | Fact
-    members: list[JudgedUnit]
-    num_all: int
-
-
-def find_family(
-    units: Sequence[JudgedUnit], flagged: Sequence[JudgedUnit], measured: Measured
-) -> Family | None:
-    """The kind of the onset, where more than half of at least three of its kind are flagged, in
-    either phase, or off by the same measure as a flagged one, or by more than rounding where
-    nothing lets them differ; or where those that are flagged are most of one type of layer.
-
-    What follows a bad module inside a block is off as well, so the first kind in execution
-    order counts. Where every place of its class is off, the class is named alone.
-    """
-    # in a free pass one bad token is off in all that follows
-    narrow = ("token", "channel")
-    judged = [unit for unit in flagged if unit.pass_ != "free" or unit.why not in narrow]
-    judged = [unit for unit in judged if unit.kind.role == "block"]
-    judged.sort(key=lambda unit: order_of(unit.first))
-    for unit in judged:
-        blocks = {other.block for other in units if other.kind.any_phase == unit.kind.any_phase}
-        prompts = {sample for sample, _ in places_of(unit)}
-        off = [
-            other
-            for other in judged
-            if other.kind.any_phase == unit.kind.any_phase
-            and other.side in (None, unit.side)  # two faults are no kind
-            and prompts & {sample for sample, _ in places_of(other)}
-        ]
-        members = [own[0] for own in grouped(off, lambda each: each.block).values()]
-        name = _name(unit, units, judged)
-        named = {str(each.block) for each in members}
-        for type_, of_type in layer_types_of(measured, map(str, blocks)).items():
-            if named <= of_type < blocks and 2 * len(named) > len(of_type) >= FEWEST_SIBLINGS:
-                name = fact("blocks.kind_of_type", kind=name, type=type_)
-                return Family(name, members, len(of_type))
-        more = _off_alike(unit, units, measured)
-        members += [other for other in more if str(other.block) not in named]
-        if 2 * len(members) > len(blocks) >= FEWEST_SIBLINGS:
-            return Family(name, members, len(blocks))
-    return None
-
-
-def layer_types_of(measured: Measured, blocks: Iterable[str]) -> dict[str, set[str]]:
-    """The blocks of each type that the model's configuration lists; none where it lists none."""
-    config = measured.reference.manifest.model.config
-    listed = config.get("layer_types", config.get("text_config.layer_types"))
-    kinds: dict[str, set[str]] = {}
-    for block in blocks:
-        number = block.rpartition(".")[2]
-        if isinstance(listed, list) and number.isdigit() and int(number) < len(listed):
-            kinds.setdefault(str(listed[int(number)]), set()).add(block)
-    return kinds
-
-
 def only_step(measured: Measured) -> int | None:
     """The decode step that holds all that differs, of several that were given equal inputs."""
     anchored = [site for site in measured.sites if site.pass_ == "anchored"]
@@ -1712,55 +1651,6 @@ def places_of(unit: JudgedUnit) -> set[PromptStep]:
     return {look.place for look in unit.beyond} or {(unit.first.sample, unit.first.step)}
 
 
-def _off_alike(
-    unit: JudgedUnit, units: Sequence[JudgedUnit], measured: Measured
-) -> list[JudgedUnit]:
-    """Lists those of a kind that are off as a flagged one of them is, although within their own
-    limits: it is the first to pass, and not what is wrong. None where it stands out from them by
-    itself."""
-    if unit.why not in ("typical", "forward"):
-        return []
-    thresholds, near = measured.thresholds, measured.thresholds.truth_confirm
-    kin = [other for other in units if other.kind == unit.kind]
-    others = [other for other in kin if other is not unit]
-    off = {look.place for look in unit.beyond}
-
-    def size(other: JudgedUnit) -> float:
-        """Its median ratio where the unit is off."""
-        if unit.why == "typical":
-            return other.typical
-        ratios = [look.typical for look in other.looks if look.place in off]
-        return statistics.median(ratios or [0.0])
-
-    def beyond(least: float) -> list[JudgedUnit]:
-        return [unit, *(other for other in others if size(other) > least)]
-
-    # Where equal inputs gave equal bits in some of the kind the same kernels ran, and what differs
-    # by more than a floor is off by no rounding; nor by less, where that is so in the same forward.
-    kind, places = unit.kind.any_phase, places_of(unit)
-    any_phase = (other for other in units if other.kind.any_phase == kind)
-    equal = {(r.sample, r.step) for other in any_phase for r in other.results if r.identical}
-    if equal and unit.pass_ != "free":
-        return beyond(thresholds.least_sibling if places <= equal else 1.0)
-    if unit.blame is not None:
-        beside_them = unit.blame.like is None and unit.blame.why != "gain"  # among its siblings
-        if beside_them and unit.blame.value > thresholds.truth_systematic * unit.blame.control:
-            return []
-        side, times = farther_side(kin, thresholds.truth_standout) or (None, 0.0)
-        if side != unit.side or times <= near:
-            return []
-        far = math.log(near)
-        middle = {o: statistics.median(o.farther(side, place) for place in places) for o in others}
-        return [unit, *(other for other in others if middle[other] > far)]
-    # All are beyond what rounding makes, and it is no farther than others are. A limit that its
-    # siblings set is far above them: near to it is nobody but the unit.
-    level = statistics.median([other.typical for other in others] or [0.0])
-    typical = unit.why == "typical" and near**2 < level
-    if typical and unit.typical < thresholds.truth_systematic * level:
-        return beyond(near**2)
-    return []
-
-
 def farther_side(family: Sequence[JudgedUnit], times: float) -> tuple[Side, float] | None:
     """Finds (side, W), the side that is farther from the truth than the other in all of a kind, by
     their median, and by more than so many ``times`` and chance; None where there is none, or not
@@ -1772,47 +1662,7 @@ def farther_side(family: Sequence[JudgedUnit], times: float) -> tuple[Side, floa
     limit = math.log(times * max(unit.widened for unit in family))
     if not abs(usual) > limit + judged[0].usual_reach:
         return None
-    return SIDES[usual > 0], math.exp(min(abs(usual), 700.0))
-
-
-def _name(
-    unit: JudgedUnit, units: Sequence[JudgedUnit], judged: Sequence[JudgedUnit]
-) -> str | Fact:
-    """A family's name: its class, or one place of it; for what enters a module, the module around
-    it, whose own code lies between."""
-    _, path, port, kind, *_ = unit.kind
-    place = path.removeprefix(".")
-    if not place:
-        return kind or "block"
-    if port.startswith("in"):
-        around = path.rpartition(".")[0]
-        outer = next((u.kind.class_ for u in units if u.kind[:2] == ("block", around)), "")
-        if not outer:
-            return fact("blocks.kind_input", kind=kind, place=place)
-        where = around.removeprefix(".") or "block"
-        return fact("blocks.kind_entering", kind=outer, place=where, module=place)
-    entering = {u.site: u for u in units if u.kind.port == "in"}
-
-    def is_source(other: JudgedUnit) -> bool:
-        """An output of the same class in the same phase, whose module was entered by what passes,
-        or by an error that its own stands out from."""
-        if other.kind.role != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind.place:
-            return False
-        fed = entering.get(other.site.rpartition(":")[0] + ":in")
-        if other.kind == unit.kind or fed is None or fed.why is None:
-            return other.kind == unit.kind or fed is not None
-        given, own = (each.results[0].truth for each in (fed, other))
-        if given is None or own is None or other.side not in ("reference", "candidate"):
-            return False
-        before, after = (getattr(truth, f"{other.side}_error") for truth in (given, own))
-        return bool(after > unit.thresholds.truth_confirm * before)
-
-    sources = [other for other in units if is_source(other)]
-    if len({u.kind.place for u in sources}) == 1 or not all(u in judged for u in sources):
-        return fact("blocks.kind_at", kind=kind, place=place)
-    if kind in ("Linear", "Conv1D"):
-        return fact("blocks.kind_products", kind=kind, dtype=unit.results[0].candidate_dtype)
-    return kind or place
+    return SIDES[usual > 0], times_of(abs(usual))
 
 
 def next_commands(

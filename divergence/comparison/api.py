@@ -160,7 +160,7 @@ def compare(
         lines[place:place] = arithmetic.lines
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
-        return _named_alike(_incomparable(a, b, lines, blocking), name_map)
+        return _asked_alike(_incomparable(a, b, lines, blocking), name_map)
 
     # every pair of tensors, then the questions and the one decision
     options: dict[str, Any] = {
@@ -193,36 +193,30 @@ def compare(
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-        without = fact("with_model_without_floor")
-        trusted = [run.path if isinstance(run, Run) else run for run in floor]
-        commands = [
-            replaced(each, note=without)
-            if each.name == "localize"
-            else each.with_options(floor=trusted)
-            if each.name == "compare"
-            else each
-            for each in report.verdict.commands
-        ]
-        verdict = replaced(report.verdict, commands=commands)
-        report = replaced(report, remarks=[*report.remarks, *notes], verdict=verdict)
+        report = replaced(report, remarks=[*report.remarks, *notes])
     truths = [run.manifest.settings.compute_dtype is not None for run in (a, b)]
     if truths[0] != truths[1]:  # it judges other runs, and none is captured like it
         pair, judge = (("RUN", b.path), a.path) if truths[0] else ((a.path, "OTHER"), b.path)
         note = fact("truth_judges_two") if truths[0] else ""
         judged = command("compare", *pair, truth=judge, note=note)
         report = replaced(report, verdict=replaced(report.verdict, commands=[judged]))
-    return _one_run_report(_named_alike(report, name_map), a, b)
+    return _one_run_report(_asked_alike(report, name_map, floor), a, b)
 
 
-def _named_alike(report: Report, name_map: str | Path | None) -> Report:
-    """The report, whose commands read the same names; a descent reads those of one model alone."""
-    if name_map is None:
-        return report
-    commands = [
-        each.with_options(map=name_map) if each.name == "compare" else each
-        for each in report.verdict.commands
-        if each.name != "localize"
-    ]
+def _asked_alike(
+    report: Report, name_map: str | Path | None, floor: Sequence[str | Path | Run] = ()
+) -> Report:
+    """The report, whose comparisons read the same names and widen the same limits; a descent reads
+    the names of one model alone, and takes no floor."""
+    trusted = [run.path if isinstance(run, Run) else run for run in floor]
+    commands = []
+    for each in report.verdict.commands:
+        if each.name == "compare":
+            each = each.with_options(map=name_map, floor=trusted or None)
+        elif each.name == "localize" and trusted:
+            each = replaced(each, note=fact("with_model_without_floor"))
+        if each.name != "localize" or name_map is None:
+            commands.append(each)
     return replaced(report, verdict=replaced(report.verdict, commands=commands))
 
 

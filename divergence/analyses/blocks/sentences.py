@@ -136,8 +136,8 @@ SENTENCES: Mapping[str, str] = {
         "activation"
     ),
     "changed": (
-        "; the free pass, which ran before, {scope:none=does not show it|*=shows it{scope}}: "
-        "something changed in between"
+        "; the free pass, which ran before, {scope:none=does not show it|*=shows it{scope}}: it "
+        "began in between, or an earlier error takes it back there"
     ),
     "only_step": "; all of it in decode step {step}: the other forwards are equal bit for bit",
     "one_step": "all that differs is in one decode step",

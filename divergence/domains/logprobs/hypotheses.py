@@ -189,8 +189,18 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
         listed = {n: log[np.isfinite(log)] for n, log in listed.items()}
         raised = tokens.values[wide] - tokens.values[1 - wide]
         sums = {n: float(np.exp(log).sum()) for n, log in listed.items() if len(log) > 1}
-        # at equal temperature the list is to hold what was kept, at another one nearly all
-        holding = [n for n, total in sums.items() if raised[n] < math.log(total) + _TAIL]
+        # at equal temperature the list is to hold what was kept, which is all that the other side
+        # lists; at another one nearly all
+        kept_ids = {
+            n: pair[1 - wide].ids[np.isfinite(pair[1 - wide].log)]
+            for n, pair in tokens.lists.items()
+        }
+        holding = [
+            n
+            for n, total in sums.items()
+            if raised[n] < math.log(total) + _TAIL
+            and np.isin(kept_ids[n], tokens.lists[n][wide].ids).all()
+        ]
         whole = [n for n, total in sums.items() if abs(total - 1) < _TAIL]
         for some in (holding, whole):
             if len(some) < max(LEAST_TOKENS, MOST * len(tokens.lists)):

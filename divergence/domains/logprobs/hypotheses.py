@@ -181,6 +181,7 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
     what = fact("logprobs.factor", factor=factor, side="candidate")
     scaled = Hypothesis(what, b - a, b - factor * a, b)
     fits = abs(factor - 1) < _OTHER or scaled.left <= _LEAVES  # nothing was normalised anew
+    is_told = False  # by whole lists, what a temperature makes of the tokens themselves
     bases = [abs(math.log(math.log(base))) for base in _BASES]
     if all(abs(abs(math.log(factor)) - size) >= _SAME_FACTOR for size in bases):
         yield scaled
@@ -223,7 +224,7 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
             what = fact("logprobs.temperature", rule=None, value=None, **of_b)
             alone = Hypothesis(what, target - source, target - before)
             if exponent != 1:
-                fits |= alone.left <= _LEAVES
+                fits, is_told = fits or alone.left <= _LEAVES, True
                 yield alone
             code = "logprobs.kept" if exponent == 1 else "logprobs.temperature"
             # flattened, what rounding leaves of a tail is no small part of all
@@ -237,7 +238,7 @@ def _sampling(tokens: _Tokens) -> Iterator[Hypothesis]:
                 if both.left < _CLEARLY * alone.left:
                     fits |= both.left <= _LEAVES
                     yield both
-    if ratio is not None and not fits:
+    if ratio is not None and not fits and not is_told:
         fit: dict[str, Any] = {
             "temperature": 1 / ratio,
             "num_tokens": len(x),

@@ -326,3 +326,15 @@ def test_a_temperature_is_no_rule_of_sampling_as_well(sides, temperature, sharp)
     top = [before, after] if temperature < 1 else [before, None]
     report = sides(tokens, chosen(before, tokens), noisy(chosen(after, tokens), 0.001), *top)
     assert f"at temperature {temperature:g} (fitted" in report.verdict.summary
+
+
+@pytest.mark.slow
+def test_a_temperature_is_not_named_where_the_tokens_have_other_rows_as_well(sides):
+    """The lists are A's at 0.7, and B's own numbers are of the token before: one value explains the
+    lists alone, so none is told."""
+    logits, tokens = model()
+    before = logits.log_softmax(-1)
+    after = (before / 0.7).log_softmax(-1)
+    own = chosen(after.roll(1, dims=1), tokens)
+    summary = sides(tokens, chosen(before, tokens), own, before, after).verdict.summary
+    assert "temperature 0.7" not in summary, summary

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from divergence import BatchOptions, capture, compare, domain, import_dump
+import divergence
+from divergence import BatchOptions, capture, compare, domain
 from divergence.cli.main import app
 from divergence.errors import DumpError
 from divergence.layout import Line
@@ -148,6 +149,7 @@ def test_one_that_fails_takes_nothing_away(example, runs, tmp_path, text, fault,
     assert said in note
 
 
+@pytest.mark.whole
 def test_the_format_of_the_page_reads_a_dump(runs, tmp_path, monkeypatch):
     """Each tensor stands at the site of the run that was dumped; a broken index is one error."""
     text = (DOCS / "extending.md").read_text(encoding="utf-8")
@@ -165,10 +167,10 @@ def test_the_format_of_the_page_reads_a_dump(runs, tmp_path, monkeypatch):
             np.save(dump / name, tensors[record.site][0].numpy())
             index.append({"file": name, "module": path, "step": record.step})
     (dump / "index.json").write_text(json.dumps(index))
-    made = import_dump(dump, out=tmp_path / "made", layout="tensorrt-edge", like=runs[0])
+    made = divergence.import_dump(dump, out=tmp_path / "made", layout="tensorrt-edge", like=runs[0])
     assert {record.site: made.read(record).tolist() for record in made.records} == {
         site: tensor.tolist() for site, tensor in tensors.items()
     }
     (dump / "index.json").write_text(json.dumps([{"file": "0.npy"}]))
     with pytest.raises(DumpError, match="KeyError: 'module'"):
-        import_dump(dump, out=tmp_path / "again", layout="tensorrt-edge", like=runs[0])
+        divergence.import_dump(dump, out=tmp_path / "again", layout="tensorrt-edge", like=runs[0])

@@ -123,7 +123,7 @@ def compare(
         }
         if for_two := [option for option, value in given.items() if value]:
             raise UsageError(
-                f"there is one run, and {' and '.join(for_two)} would need a comparison of two runs",
+                f"one run: {' and '.join(for_two)} would need a comparison of two runs",
                 hint="divergence compare A B, or leave it out",
             )
         if (report_alone := whole_report("alone", "report_alone", a)) is not None:
